@@ -1,0 +1,73 @@
+"""jaxckpt: activation checkpointing for JAX and Flax.
+
+Choose what a training step keeps, recomputes or offloads between forward and
+backward, apply it, and prove it with the compiler's own numbers.
+
+* `remat` checkpoints one block, a function or a Linen module, under a policy.
+* `stack` runs a stack of layers under a layer plan; `Stack` does it for Linen.
+* `parse_policy`, `parse_layers`, `layer_plan` read the policy language.
+* `list_names` shows what a policy can speak of inside a function.
+
+Names are imported when first used, so that command lines answer without JAX.
+"""
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxckpt.layers import Grouping, LayerPlan, Run, layer_plan, parse_layers
+    from jaxckpt.linen import Stack
+    from jaxckpt.naming import NamedValue, list_names
+    from jaxckpt.policies import Policy, PolicyError, parse_policy
+    from jaxckpt.remat import remat
+    from jaxckpt.stack import merge_layers, split_layers, stack
+
+_HOME = {
+    "Policy": "policies",
+    "PolicyError": "policies",
+    "parse_policy": "policies",
+    "Grouping": "layers",
+    "LayerPlan": "layers",
+    "Run": "layers",
+    "layer_plan": "layers",
+    "parse_layers": "layers",
+    "NamedValue": "naming",
+    "list_names": "naming",
+    "remat": "remat",
+    "stack": "stack",
+    "split_layers": "stack",
+    "merge_layers": "stack",
+    "Stack": "linen",
+}
+
+__all__ = sorted(_HOME)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(f"jaxckpt.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'jaxckpt' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *_HOME})
+
+
+class _Package(types.ModuleType):
+    """Keeps `jaxckpt.remat` the function, although a submodule is called so too.
+
+    Importing a submodule sets it as an attribute of its package; a property stands
+    before such attributes.
+    """
+
+
+for _name in (name for name, home in _HOME.items() if name == home):
+    setattr(
+        _Package,
+        _name,
+        property(lambda self, name=_name: __getattr__(name), lambda self, module: None),
+    )
+sys.modules[__name__].__class__ = _Package

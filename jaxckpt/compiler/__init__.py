@@ -1,0 +1,1 @@
+"""What the compiler says: bytes from compiled programs, FLOPs by phase."""

@@ -1,0 +1,1 @@
+"""The shipped transformer: presets, attention, blocks and chunked loss."""

@@ -1,0 +1,142 @@
+"""The names inside a function: what a policy can save, offload or recompute.
+
+A value gets a name with ``jax.ad_checkpoint.checkpoint_name(value, "name")``.
+`list_names` finds every one, also inside jit, scan, cond, custom_vjp forward rules
+and nested checkpoints, by tracing the function and walking its jaxpr.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from jaxckpt import compat
+from jaxckpt.policies import Policy, unknown_names
+
+
+@dataclass(frozen=True)
+class NamedValue:
+    """One array that carries a name.
+
+    Attributes:
+      name: the name given to `checkpoint_name`.
+      shape: its shape, as the function sees it (inside a scan: of one iteration).
+      dtype: its dtype's name.
+      nbytes: its size in bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+def list_names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
+    """Lists the named values inside a function, in the order they are computed.
+
+    The function is differentiated while traced, since the forward rule of a
+    `jax.custom_vjp` names the residuals of its kernel there. Nothing runs.
+
+    Args:
+      fn: any function of arrays.
+      *args: its arguments: arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: keyword arguments, the same.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> def block(x, w):
+      ...     return jnp.tanh(checkpoint_name(x @ w, "hidden"))
+      >>> x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+      >>> w = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+      >>> [(value.name, value.shape, value.nbytes) for value in list_names(block, x, w)]
+      [('hidden', (4, 16), 256)]
+    """
+    jaxpr = trace_forward(fn, *args, **kwargs)
+    found = [named_value(name, aval) for name, aval in _walk_names(jaxpr.jaxpr)]
+    return list(dict.fromkeys(found))
+
+
+def trace_forward(fn: Callable[..., Any], *args: Any, **kwargs: Any):
+    """Traces what a gradient's forward pass computes; outputs end in the residuals.
+
+    Returns:
+      A closed jaxpr. Its first outputs are those of ``fn``, the others are the
+      residuals that `jax.vjp` keeps, whatever the checkpoint policy decided.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    wanted = [_is_differentiable(leaf) for leaf in leaves]
+
+    def forward(traced):
+        traced = iter(traced)
+        merged = [next(traced) if is_array(leaf) else leaf for leaf in leaves]
+
+        def of_differentiable(chosen):
+            chosen = iter(chosen)
+            parts = [
+                next(chosen) if want else leaf
+                for want, leaf in zip(wanted, merged, strict=True)
+            ]
+            call_args, call_kwargs = jax.tree.unflatten(treedef, parts)
+            outputs = fn(*call_args, **call_kwargs)
+            return [leaf for leaf in jax.tree.leaves(outputs) if is_array(leaf)]
+
+        chosen = [leaf for leaf, want in zip(merged, wanted, strict=True) if want]
+        return jax.vjp(of_differentiable, chosen)
+
+    return jax.make_jaxpr(forward)([leaf for leaf in leaves if is_array(leaf)])
+
+
+def check_names(policy: Policy, fn: Callable[..., Any], *args: Any) -> None:
+    """Raises PolicyError when the policy speaks of a name the function has not.
+
+    JAX itself ignores such a name and recomputes everything, without a word.
+    """
+    if policy.names:
+        known = {value.name for value in list_names(fn, *args)}
+        missing = set(policy.names) - known
+        if missing:
+            raise unknown_names(missing, known)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether JAX traces this leaf; anything else (flags, dtypes) is static."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def named_value(name: str, aval: Any) -> NamedValue:
+    return NamedValue(name, tuple(aval.shape), str(aval.dtype), aval_bytes(aval))
+
+
+def aval_bytes(aval: Any) -> int:
+    """Bytes of one array of this shape and dtype; a PRNG key counts its words."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype))
+        return aval.size * words.size * words.dtype.itemsize
+    return aval.size * aval.dtype.itemsize
+
+
+def subjaxprs(equation: jex_core.JaxprEqn) -> Iterator[jex_core.Jaxpr]:
+    """The jaxprs an equation runs: loop and branch bodies, jit, checkpoint, ..."""
+    for param in compat.equation_params(equation).values():
+        for item in param if isinstance(param, tuple | list) else (param,):
+            if isinstance(item, jex_core.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, jex_core.Jaxpr):
+                yield item
+
+
+def _walk_names(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[str, Any]]:
+    for equation in jaxpr.eqns:
+        name = compat.checkpoint_name_of(equation)
+        if name is not None:
+            yield name, equation.outvars[0].aval
+        for inner in subjaxprs(equation):
+            yield from _walk_names(inner)
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,0 +1,210 @@
+"""Apply a checkpoint policy to a function or to a Flax Linen module.
+
+`remat` is `jax.checkpoint` and `flax.linen.remat` without their traps:
+
+* the call behaves as it does without remat: keyword, positional and defaulted
+  arguments, Python flags, None, strings and dtypes need no ``static_argnums``,
+  since whatever is not an array is closed over;
+* a name that is in no value of the block is an error, not silent full remat;
+* a Linen module keeps its name, so parameters are called the same with and without;
+* policies are emitted only as JAX's own, which `JAX_REMAT3` keeps as data.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from jaxckpt.layers import Grouping, LayerPlan, parse_layers
+from jaxckpt.naming import check_names, is_array
+from jaxckpt.policies import NONE, Policy, PolicyError
+
+
+def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
+    """Checkpoints a function or a Linen module under a policy.
+
+    Wrap one *block* of a model, and every block: wrapping a whole model saves
+    nothing, since its backward pass recomputes everything at once. For a stack of
+    equal blocks use `jaxckpt.stack`, which scans over them.
+
+    Args:
+      target: a function of arrays (and anything else), a Linen module class, or
+        a Linen module. Left out, the call is a decorator: ``@remat(policy=...)``.
+      policy: a `Policy` or its text; ``"none"`` gives the target back untouched.
+
+    Returns:
+      The same kind of thing as the target, with the same results and gradients.
+
+    Raises:
+      PolicyError: an unknown policy; a layer plan, which only a stack can run;
+        and, when called, a name that no value in the target carries.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> def block(x, w, activation="tanh"):
+      ...     hidden = checkpoint_name(x @ w, "hidden")
+      ...     return getattr(jnp, activation)(hidden) @ w.T
+      >>> kept = remat(block, "save:hidden")
+      >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+      >>> bool((kept(x, w, activation="sin") == block(x, w, "sin")).all())
+      True
+      >>> remat(block, "save:hiden")(x, w)
+      Traceback (most recent call last):
+      ...
+      jaxckpt.policies.PolicyError: no value is named 'hiden' in this block. Did you
+      mean 'hidden'? Known names: hidden
+
+    Source: Chen et al. 2016, arXiv 1604.06174; `jax.checkpoint`.
+    """
+    parsed = _block_policy(policy)
+    if target is None:
+        return functools.partial(remat, policy=parsed)
+    if parsed == NONE:
+        return target
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        return _remat_module_class(target, parsed)
+    if isinstance(target, nn.Module):
+        return _remat_module(target, parsed)
+    if callable(target):
+        return checkpoint(target, parsed, in_loop=False)
+    raise TypeError(f"remat wraps functions and Linen modules, not {target!r}")
+
+
+def jax_policy(policy: Policy) -> Callable[..., Any]:
+    """JAX's own policy object for a `Policy` (any but ``none``)."""
+    known = jax.checkpoint_policies
+    if policy.offload:
+        return known.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(policy.save),
+            names_which_can_be_offloaded=list(policy.offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    if policy.save:
+        return known.save_only_these_names(*policy.save)
+    rules = {
+        "everything_saveable": known.everything_saveable,
+        "nothing_saveable": known.nothing_saveable,
+        "dots_saveable": known.dots_saveable,
+        "dots_with_no_batch_dims_saveable": known.dots_with_no_batch_dims_saveable,
+    }
+    return rules[policy.rule]
+
+
+def checkpoint(
+    fn: Callable[..., Any], policy: Policy, *, in_loop: bool
+) -> Callable[..., Any]:
+    """`jax.checkpoint` of a function under a policy other than ``none``.
+
+    Args:
+      fn: a function; arguments and results may hold things that are no arrays.
+      policy: what to keep.
+      in_loop: whether the call is the body of a real loop: a scan with more than
+        one iteration. Only there XLA cannot merge the recomputation back into the
+        forward pass, so only there the barriers of ``prevent_cse`` are left out.
+    """
+
+    @functools.wraps(fn)
+    def wrapped(*args, **kwargs):
+        arrays, rebuild = split_static((args, kwargs))
+        rebuild_outputs = None
+
+        def of_arrays(arrays):
+            nonlocal rebuild_outputs
+            call_args, call_kwargs = rebuild(arrays)
+            outputs, rebuild_outputs = split_static(fn(*call_args, **call_kwargs))
+            return outputs
+
+        check_names(policy, of_arrays, arrays)
+        outputs = jax.checkpoint(
+            of_arrays, policy=jax_policy(policy), prevent_cse=not in_loop
+        )(arrays)
+        return rebuild_outputs(outputs)
+
+    return wrapped
+
+
+def split_static(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Takes the arrays out of a pytree; returns them and what puts them back."""
+    leaves, treedef = jax.tree.flatten(tree)
+    traced = [is_array(leaf) for leaf in leaves]
+    arrays = [leaf for leaf, is_traced in zip(leaves, traced, strict=True) if is_traced]
+    static = [None if is_array(leaf) else leaf for leaf in leaves]
+
+    def rebuild(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        merged = [
+            next(rest) if is_traced else leaf
+            for leaf, is_traced in zip(static, traced, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, merged)
+
+    return arrays, rebuild
+
+
+def _block_policy(policy: str | Policy) -> Policy:
+    parsed = parse_layers(policy)
+    if isinstance(parsed, Grouping | LayerPlan):
+        raise PolicyError(
+            f"{parsed} plans a stack of layers; remat takes one block's policy "
+            "(use jaxckpt.stack)"
+        )
+    return parsed
+
+
+def _remat_module_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
+    """A subclass whose ``__call__`` is checkpointed; named as the class itself."""
+
+    class Rematted(cls):
+        def __call__(self, *args, **kwargs):
+            arrays, rebuild = split_static((args, kwargs))
+            rebuild_outputs = None
+
+            def body(module, arrays):
+                nonlocal rebuild_outputs
+                call_args, call_kwargs = rebuild(arrays)
+                outputs = cls.__call__(module, *call_args, **call_kwargs)
+                outputs, rebuild_outputs = split_static(outputs)
+                return outputs
+
+            check_names(policy, *_detached(self, cls, rebuild), arrays)
+            outputs = nn.remat(body, policy=jax_policy(policy))(self, arrays)
+            return rebuild_outputs(outputs)
+
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Rematted, attribute, getattr(cls, attribute))
+    return Rematted
+
+
+def _remat_module(module: nn.Module, policy: Policy) -> nn.Module:
+    cls = _remat_module_class(type(module), policy)
+    return cls(**_fields(module), name=module.name, parent=module.parent)
+
+
+def _detached(module: nn.Module, cls: type[nn.Module], rebuild):
+    """The bound module as a function of (variables, arrays), and its variables.
+
+    Only for tracing: it draws other random numbers, and changes nothing outside.
+    """
+    clone = cls(**_fields(module), parent=None)
+    rngs = {name: jax.random.key(0) for name in module.scope.rngs}
+    initializing = module.is_initializing()
+
+    def function(variables, arrays):
+        args, kwargs = rebuild(arrays)
+        if initializing:
+            return clone.init_with_output(rngs, *args, **kwargs)[0]
+        return clone.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)[0]
+
+    return function, {} if initializing else module.variables
+
+
+def _fields(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: getattr(module, name)
+        for name, field in module.__dataclass_fields__.items()
+        if field.init and name not in ("parent", "name")
+    }

@@ -1,0 +1,1 @@
+"""Command-line training: configuration, data, sharding, loop, snapshots."""
