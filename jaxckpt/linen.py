@@ -31,8 +31,9 @@ class Stack(nn.Module):
     """``num_layers`` blocks one after the other, checkpointed as a plan says.
 
     Attributes:
-      make_block: the block's class, or ``functools.partial(Block, config)``. Its ``__call__(x, *args, **kwargs)`` returns the next ``x``, of the
-        same shape and dtype. It may use dropout, sow, and keep statistics.
+      make_block: the block's class, or ``functools.partial(Block, config)``. Its
+        ``__call__(x, *args, **kwargs)`` returns the next ``x``, of the same shape
+        and dtype. It may use dropout, sow, and keep statistics.
       num_layers: depth of the stack.
       plan: a policy, grouping or layer plan of the policy language, text or object.
       scan: False unrolls the layers; see `jaxckpt.stack`.

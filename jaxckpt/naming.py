@@ -55,7 +55,14 @@ def list_names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedV
       >>> [(value.name, value.shape, value.nbytes) for value in list_names(block, x, w)]
       [('hidden', (4, 16), 256)]
     """
-    jaxpr = trace_forward(fn, *args, **kwargs)
+    split, arrays = _of_differentiable(fn, args, kwargs)
+
+    def with_tangents(arrays, tangents):
+        of_chosen, chosen = split(arrays)
+        return jax.jvp(of_chosen, (chosen,), (tangents,))[0]
+
+    # Not jax.vjp: it drops what a checkpoint inside the function recomputes.
+    jaxpr = jax.make_jaxpr(with_tangents)(arrays, _differentiable(arrays))
     found = [named_value(name, aval) for name, aval in _walk_names(jaxpr.jaxpr)]
     return list(dict.fromkeys(found))
 
@@ -65,29 +72,11 @@ def trace_forward(fn: Callable[..., Any], *args: Any, **kwargs: Any):
 
     Returns:
       A closed jaxpr. Its first outputs are those of ``fn``, the others are the
-      residuals that `jax.vjp` keeps, whatever the checkpoint policy decided.
+      residuals that `jax.vjp` keeps, whatever the checkpoint policy decided; an
+      argument may be among them, and any of them may come twice.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    wanted = [_is_differentiable(leaf) for leaf in leaves]
-
-    def forward(traced):
-        traced = iter(traced)
-        merged = [next(traced) if is_array(leaf) else leaf for leaf in leaves]
-
-        def of_differentiable(chosen):
-            chosen = iter(chosen)
-            parts = [
-                next(chosen) if want else leaf
-                for want, leaf in zip(wanted, merged, strict=True)
-            ]
-            call_args, call_kwargs = jax.tree.unflatten(treedef, parts)
-            outputs = fn(*call_args, **call_kwargs)
-            return [leaf for leaf in jax.tree.leaves(outputs) if is_array(leaf)]
-
-        chosen = [leaf for leaf, want in zip(merged, wanted, strict=True) if want]
-        return jax.vjp(of_differentiable, chosen)
-
-    return jax.make_jaxpr(forward)([leaf for leaf in leaves if is_array(leaf)])
+    split, arrays = _of_differentiable(fn, args, kwargs)
+    return jax.make_jaxpr(lambda arrays: jax.vjp(*split(arrays)))(arrays)
 
 
 def check_names(policy: Policy, fn: Callable[..., Any], *args: Any) -> None:
@@ -104,7 +93,9 @@ def check_names(policy: Policy, fn: Callable[..., Any], *args: Any) -> None:
 
 def is_array(leaf: Any) -> bool:
     """Whether JAX traces this leaf; anything else (flags, dtypes) is static."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    # A dtype given as a class, such as np.float32, has both attributes, unbound.
+    described = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return described and not isinstance(leaf, type)
 
 
 def named_value(name: str, aval: Any) -> NamedValue:
@@ -136,6 +127,36 @@ def _walk_names(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[str, Any]]:
             yield name, equation.outvars[0].aval
         for inner in subjaxprs(equation):
             yield from _walk_names(inner)
+
+
+def _of_differentiable(fn: Callable[..., Any], args: Any, kwargs: Any):
+    """The arrays of a call, and a function that splits the call in two.
+
+    The split takes the arrays and returns a function of the differentiable ones
+    alone, whose outputs are the arrays that ``fn`` returns, and those arrays.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+
+    def split(arrays: list[Any]):
+        given = iter(arrays)
+        merged = [next(given) if is_array(leaf) else leaf for leaf in leaves]
+
+        def of_chosen(chosen: list[Any]) -> list[Any]:
+            rest = iter(chosen)
+            parts = [
+                next(rest) if _is_differentiable(leaf) else leaf for leaf in merged
+            ]
+            call_args, call_kwargs = jax.tree.unflatten(treedef, parts)
+            outputs = fn(*call_args, **call_kwargs)
+            return [leaf for leaf in jax.tree.leaves(outputs) if is_array(leaf)]
+
+        return of_chosen, _differentiable(arrays)
+
+    return split, [leaf for leaf in leaves if is_array(leaf)]
+
+
+def _differentiable(arrays: list[Any]) -> list[Any]:
+    return [leaf for leaf in arrays if _is_differentiable(leaf)]
 
 
 def _is_differentiable(leaf: Any) -> bool:

@@ -30,6 +30,7 @@ _RULE_WITH_NAMES = (
     "instead, as in save:context,out_proj"
 )
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+_OF_A_STACK = re.compile(r"((sqrt|every:\s*\d+)\s*(/.*)?|\d+\s*x.*)", re.DOTALL)
 
 
 class PolicyError(ValueError):
@@ -135,6 +136,10 @@ def parse_policy(policy: "str | Policy") -> Policy:
     text = policy.strip()
     if text in ALIASES or (text in RULES and text != "names"):
         return Policy(ALIASES.get(text, text))  # pyright: ignore[reportArgumentType]
+    if _OF_A_STACK.fullmatch(text):
+        raise PolicyError(
+            f"{text!r} plans a stack of layers; one block takes a policy such as 'full'"
+        )
     if ":" not in text:
         raise unknown_policy(text)
     lists: dict[str, tuple[str, ...]] = {}

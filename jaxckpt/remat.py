@@ -16,6 +16,9 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from flax.core import lift
+from flax.linen.transforms import lift_transform
+from jax.extend import core as jex_core
 
 from jaxckpt.layers import Grouping, LayerPlan, parse_layers
 from jaxckpt.naming import check_names, is_array
@@ -118,10 +121,13 @@ def checkpoint(
             outputs, rebuild_outputs = split_static(fn(*call_args, **call_kwargs))
             return outputs
 
-        check_names(policy, of_arrays, arrays)
+        # Traced once, and checked as a jaxpr: a Linen module counts the random
+        # numbers that it draws, so a second run of its Python would draw others.
+        traced = jex_core.jaxpr_as_fun(jax.make_jaxpr(of_arrays)(arrays))
+        check_names(policy, traced, *arrays)
         outputs = jax.checkpoint(
-            of_arrays, policy=jax_policy(policy), prevent_cse=not in_loop
-        )(arrays)
+            traced, policy=jax_policy(policy), prevent_cse=not in_loop
+        )(*arrays)
         return rebuild_outputs(outputs)
 
     return wrapped
@@ -158,21 +164,13 @@ def _block_policy(policy: str | Policy) -> Policy:
 def _remat_module_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
     """A subclass whose ``__call__`` is checkpointed; named as the class itself."""
 
+    def call(module, args, kwargs):
+        return cls.__call__(module, *args, **kwargs)
+
     class Rematted(cls):
         def __call__(self, *args, **kwargs):
-            arrays, rebuild = split_static((args, kwargs))
-            rebuild_outputs = None
-
-            def body(module, arrays):
-                nonlocal rebuild_outputs
-                call_args, call_kwargs = rebuild(arrays)
-                outputs = cls.__call__(module, *call_args, **call_kwargs)
-                outputs, rebuild_outputs = split_static(outputs)
-                return outputs
-
-            check_names(policy, *_detached(self, cls, rebuild), arrays)
-            outputs = nn.remat(body, policy=jax_policy(policy))(self, arrays)
-            return rebuild_outputs(outputs)
+            lifted = lift_transform(_lifted_checkpoint, call, policy)
+            return lifted(self, args, kwargs)
 
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Rematted, attribute, getattr(cls, attribute))
@@ -180,31 +178,29 @@ def _remat_module_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]
 
 
 def _remat_module(module: nn.Module, policy: Policy) -> nn.Module:
-    cls = _remat_module_class(type(module), policy)
-    return cls(**_fields(module), name=module.name, parent=module.parent)
+    """The same module, under the same name and parent, seen as its rematted class.
 
-
-def _detached(module: nn.Module, cls: type[nn.Module], rebuild):
-    """The bound module as a function of (variables, arrays), and its variables.
-
-    Only for tracing: it draws other random numbers, and changes nothing outside.
+    It is not made anew: a parent's compact method has given it a name already.
     """
-    clone = cls(**_fields(module), parent=None)
-    rngs = {name: jax.random.key(0) for name in module.scope.rngs}
-    initializing = module.is_initializing()
-
-    def function(variables, arrays):
-        args, kwargs = rebuild(arrays)
-        if initializing:
-            return clone.init_with_output(rngs, *args, **kwargs)[0]
-        return clone.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)[0]
-
-    return function, {} if initializing else module.variables
+    rematted = object.__new__(_remat_module_class(type(module), policy))
+    rematted.__dict__.update(module.__dict__)
+    return rematted
 
 
-def _fields(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: getattr(module, name)
-        for name, field in module.__dataclass_fields__.items()
-        if field.init and name not in ("parent", "name")
-    }
+def _lifted_checkpoint(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """`checkpoint` of a function of a Flax scope, whose variables become arguments.
+
+    As `flax.core.lift.checkpoint`. Variables of modules outside the scope that the
+    function uses too (a shared embedding) are among them.
+    """
+
+    def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args):
+        def pure(variable_groups, rng_groups, *args):
+            scope = scope_fn(variable_groups, rng_groups)
+            outputs = fn(scope, *args)
+            return outputs, repack_fn(scope)
+
+        rematted = checkpoint(pure, policy, in_loop=False)
+        return rematted(variable_groups, rng_groups, *args)
+
+    return lift.pack(inner, (True,), (True,), (True,), name="remat")

@@ -70,7 +70,7 @@ def stack(
 
     def run_stack(carry, values):
         expected = layout_keys(plan, scan=scan)
-        if not isinstance(values, dict) or list(values) != expected:
+        if not isinstance(values, dict) or set(values) != set(expected):
             found = list(values) if isinstance(values, dict) else type(values).__name__
             raise PolicyError(
                 f"values are not in the layout of {plan}: expected "

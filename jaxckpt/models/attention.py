@@ -16,8 +16,8 @@ the pair is named. :func:`name_residuals` wraps a function in a ``custom_vjp`` t
 ``save_only_these_names("context")`` then runs the forward kernel once and
 ``nothing_saveable`` twice.
 
-Limits: ``JAX_REMAT3=1`` runs every ``custom_vjp`` forward rule again on the way back,
-so the kernel runs twice there whatever is named. cuDNN attention needs compute
+Limits: under ``JAX_REMAT3=1`` saving ``"context"`` does not help and the kernel runs
+twice (JAX 0.10.2 and 0.12.0.1). cuDNN attention needs compute
 capability 8.0 and bfloat16 or float16, and drops no attention probabilities here:
 its dropout has a fixed seed and is not part of JAX's public interface.
 
@@ -117,12 +117,16 @@ def choose_attention(
     are tighter: head_dim above 128 has a backward kernel on Hopper, and on Blackwell
     only from cuDNN 9.23. Dense causal attention has no limit on sequence length.
 
+    JAX looks at the *attached* device for the head_dim limit. Compiling for an absent
+    Hopper in a process without one, head_dim above 128 is a ``NotImplementedError``
+    although the device could run it.
+
     Args:
         platform: ``"gpu"`` or ``"cuda"`` for an NVIDIA GPU; anything else is XLA.
         compute_capability: As in ``"8.0"`` or ``9.0``; None is unknown.
         dtype: Of query, key and value.
         head_dim: Size of one head.
-        seq_len: Positions per sequence.
+        seq_len: Positions per sequence; it rules nothing out today.
         dropout_rate: Share of attention probabilities dropped in training.
 
     Returns:
@@ -133,16 +137,18 @@ def choose_attention(
         ('xla', 'XLA attention: compute capability 7.5 is below 8.0')
     """
     obstacle = _cudnn_obstacle(
-        platform, compute_capability, dtype, head_dim, seq_len, dropout_rate
+        platform, compute_capability, dtype, head_dim, dropout_rate
     )
+    del seq_len  # no limit today
     if obstacle is None:
         return "cudnn", "cuDNN flash attention"
     return "xla", f"XLA attention: {obstacle}"
 
 
 def _cudnn_obstacle(
-    platform, compute_capability, dtype, head_dim, seq_len, dropout_rate
+    platform, compute_capability, dtype, head_dim, dropout_rate
 ) -> str | None:
+    """Why a device cannot run the flash kernel, or None."""
     if platform not in ("gpu", "cuda"):
         return platform
     if compute_capability is None:
@@ -156,7 +162,7 @@ def _cudnn_obstacle(
     if head_dim % 8 or head_dim > largest:
         return f"head_dim {head_dim} is not a multiple of 8 up to {largest}"
     if dropout_rate > 0.0:
-        return f"attention dropout (rate {dropout_rate}) needs it"
+        return f"attention dropout (rate {dropout_rate}) is not in the flash path"
     return None
 
 

@@ -42,7 +42,7 @@ class Corpus:
     """Tokens to train on and tokens to validate on.
 
     A part that comes from one token file is memory-mapped; several token files are
-    joined in memory.
+    joined in memory, so put a corpus larger than that in one file.
     """
 
     train: np.ndarray  # [tokens], uint8 for text
@@ -298,7 +298,8 @@ def _read_parquet(path: str) -> Iterator[bytes]:
                     f'{path}: column "text" holds {kind}; write it as string'
                 )
             for batch in file.iter_batches(columns=["text"]):
-                for number, text in enumerate(batch["text"].to_pylist(), number + 1):
+                for text in batch["text"].to_pylist():
+                    number += 1
                     if text is None:
                         raise DataError(f"{path}: row {number} is null; drop the row")
                     yield _encode(f"{path}: row {number}", text)
@@ -434,16 +435,16 @@ def _fraction(key: bytes) -> float:
 def _too_short(name: str, total: int, needed: int, *, best: int) -> DataError:
     shorter = f" or use --seq-len={best - 1} or less" if best > 1 else ""
     return DataError(
-        f"{name}: {total} tokens cannot be split into {needed} to train on and {needed} "
-        f"to validate on, as --seq-len={needed - 1} needs; add data{shorter}"
+        f"{name}: {total} tokens cannot be split into {needed} to train on and "
+        f"{needed} to validate on, as --seq-len={needed - 1} needs; add data{shorter}"
     )
 
 
 def _check_text_vocabulary(name: str, vocab_size: int) -> None:
     if vocab_size < 256:
         raise DataError(
-            f"{name}: text is read as bytes, which do not fit --vocab-size={vocab_size}; "
-            f"use --vocab-size=256 or more"
+            f"{name}: text is read as bytes, which do not fit "
+            f"--vocab-size={vocab_size}; use --vocab-size=256 or more"
         )
 
 

@@ -67,10 +67,10 @@ def batches(
 ) -> Batches:
     """Shuffled training batches, from any position in the stream.
 
-    Every batch holds the next `batch_size` examples, cut into `accumulate` micro-batches
-    of consecutive examples, and every micro-batch into one contiguous block per process.
-    With `rows = batch_size // accumulate // process_count`, row r of micro-batch m on
-    process k is example
+    Every batch holds the next `batch_size` examples, cut into `accumulate`
+    micro-batches of consecutive examples, and every micro-batch into one contiguous
+    block per process. With `rows = batch_size // accumulate // process_count`, row r of
+    micro-batch m on process k is example
 
         position + (m * process_count + k) * rows + r
 

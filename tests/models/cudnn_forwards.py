@@ -114,9 +114,7 @@ def main(parts):
     result = {"jax": jax.__version__}
     if "policies" in parts:
         result["policies"] = {
-            name: kernel_counts(
-                compiled_hlo(step(name), one, jnp.bfloat16, P(), P())
-            )
+            name: kernel_counts(compiled_hlo(step(name), one, jnp.bfloat16, P(), P()))
             for name in ("none", *POLICIES)
         }
     if "dtypes" in parts:

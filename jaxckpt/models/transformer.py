@@ -1,0 +1,244 @@
+"""The shipped model: a decoder-only transformer of the GPT or the Llama kind.
+
+Blocks run in a `jaxckpt.Stack`, so `nn.scan` and `nn.remat` follow the layer plan.
+Values carry MaxText's names. Each is named where its gradient needs it: projections
+before the non-linearity, after rotary and after the cast to the compute dtype.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxckpt.layers import Layers
+from jaxckpt.linen import Stack
+from jaxckpt.models.attention import attention
+from jaxckpt.models.loss import chunked_cross_entropy
+from jaxckpt.models.presets import ModelConfig
+
+Constrain = Callable[[Array, Sequence[str]], Array]
+
+
+def unconstrained(x: Array, axes: Sequence[str]) -> Array:
+    """Leaves the placement of an activation to the compiler."""
+    del axes
+    return x
+
+
+class Transformer(nn.Module):
+    """A language model; its call is the training loss.
+
+    Attributes:
+      config: sizes and kinds; ``config.attention`` is "cudnn" or "xla" here.
+      plan: the policy, grouping or layer plan of its blocks.
+      constrain: places an activation, given its logical axes; see
+        `jaxckpt.training.sharding`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxckpt.models.presets import model_config
+      >>> config = model_config("tiny", num_layers=2, attention="xla")
+      >>> model = Transformer(config, plan="dots_saveable")
+      >>> tokens = jnp.zeros((1, 16), int)
+      >>> params = model.init(jax.random.key(0), tokens, tokens, jnp.ones((1, 16)))
+      >>> float(model.apply(params, tokens, tokens, jnp.ones((1, 16))) / 16) > 0
+      True
+    """
+
+    config: ModelConfig
+    plan: str | Layers = "none"
+    constrain: Constrain = unconstrained
+
+    def setup(self):
+        config = self.config
+        # Unit-variance logits at the start ask for 1/sqrt(dim) when it is tied.
+        scale = config.dim**-0.5 if config.tied_embedding else 1.0
+        self.embedding = self.param(
+            "embedding",
+            _partitioned(nn.initializers.normal(scale), "vocab", "embed"),
+            (config.vocab_size, config.dim),
+        )
+        if config.positions == "learned":
+            self.position_embedding = self.param(
+                "position_embedding",
+                _partitioned(nn.initializers.normal(0.02), "positions", "embed"),
+                (config.max_seq_len, config.dim),
+            )
+        self.layers = Stack(
+            functools.partial(Block, config, self.constrain),
+            config.num_layers,
+            self.plan,
+            config.scan_layers,
+        )
+        self.final_norm = _norm(config)
+        if not config.tied_embedding:
+            self.lm_head = self.param(
+                "lm_head",
+                _partitioned(nn.initializers.lecun_normal(), "embed", "vocab"),
+                (config.dim, config.vocab_size),
+            )
+        self.embedding_dropout = nn.Dropout(config.dropout)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        targets: Int[Array, "batch time"],
+        weights: Float[Array, "batch time"],
+        deterministic: bool = True,
+    ) -> Float[Array, ""]:
+        """Sum over tokens of weight x negative log-likelihood, in nats.
+
+        Args:
+          tokens: input ids.
+          targets: the ids to predict, one per input.
+          weights: weight of each prediction; divide the sum by theirs.
+          deterministic: False applies dropout and needs a "dropout" random key.
+        """
+        return chunked_cross_entropy(
+            self.hidden(tokens, deterministic),
+            self._output_kernel(),
+            targets,
+            weights,
+            self.config.num_loss_chunks(tokens.shape[1]),
+        )
+
+    def hidden(
+        self, tokens: Int[Array, "batch time"], deterministic: bool = True
+    ) -> Float[Array, "batch time dim"]:
+        """Final hidden states, normalized, in the compute dtype."""
+        dtype = self.config.compute_dtype
+        x = jnp.take(self.embedding.astype(dtype), tokens, axis=0)
+        if self.config.positions == "learned":
+            x += self.position_embedding[: tokens.shape[1]].astype(dtype)
+        x = self.embedding_dropout(x, deterministic=deterministic)
+        x = self.constrain(x, ("batch", "residual_time", "residual"))
+        x = self.layers(x, deterministic=deterministic)
+        return self.constrain(self.final_norm(x), ("batch", "time", "residual"))
+
+    def logits(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time v"]:
+        """Next-token logits in float32, for sampling; training never makes them."""
+        return jnp.einsum(
+            "btd,dv->btv",
+            self.hidden(tokens),
+            self._output_kernel(),
+            preferred_element_type=jnp.float32,
+        )
+
+    def _output_kernel(self) -> Float[Array, "dim vocab"]:
+        kernel = self.embedding.T if self.config.tied_embedding else self.lm_head
+        return kernel.astype(self.config.compute_dtype)
+
+
+class Block(nn.Module):
+    """Norm, attention, norm, MLP, each half added to the residual stream."""
+
+    config: ModelConfig
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch time dim"], deterministic: bool = True):
+        config, constrain = self.config, self.constrain
+        residual = ("batch", "residual_time", "residual")
+        dropout = functools.partial(nn.Dropout, config.dropout)
+        # The carry of a scan is kept anyway; the name lets a policy offload it.
+        x = checkpoint_name(constrain(x, residual), "decoder_layer_input")
+
+        y = constrain(_norm(config, name="attention_norm")(x), _FULL_TIME)
+        y = self._attention(y, deterministic)
+        y = dropout(name="attention_dropout")(y, deterministic=deterministic)
+        x = constrain(x + y, residual)
+
+        y = constrain(_norm(config, name="mlp_norm")(x), _FULL_TIME)
+        y = self._mlp(y)
+        y = dropout(name="mlp_dropout")(y, deterministic=deterministic)
+        return constrain(x + y, residual)
+
+    def _attention(self, y, deterministic):
+        config = self.config
+        head = config.size_of_head
+
+        def heads(name, count, axis):
+            out = self._dense(y, name, (count, head), ("embed", axis, "head_dim"))
+            out = self.constrain(out, ("batch", "time", axis, "head_dim"))
+            if config.positions == "rotary" and name != "value_proj":
+                out = rotary(out, config.rope_theta)
+            return checkpoint_name(out, name)
+
+        rate = 0.0 if deterministic else config.attention_dropout
+        context = attention(
+            heads("query_proj", config.num_heads, "heads"),
+            heads("key_proj", config.kv_heads, "kv_heads"),
+            heads("value_proj", config.kv_heads, "kv_heads"),
+            implementation=config.attention,
+            dropout_rate=rate,
+            dropout_key=self.make_rng("dropout") if rate else None,
+        )
+        axes = ("heads", "head_dim", "embed")
+        out = self._dense(context, "out_proj", (config.dim,), axes, inputs=2)
+        return checkpoint_name(out, "out_proj")
+
+    def _mlp(self, y):
+        config = self.config
+
+        def up(name):
+            out = self._dense(y, name, (config.mlp_dim,), ("embed", "mlp"))
+            out = self.constrain(out, ("batch", "time", "mlp"))
+            return checkpoint_name(out, name)
+
+        if config.activation == "swiglu":
+            y = nn.silu(up("mlpwi_0")) * up("mlpwi_1")
+        else:
+            y = nn.gelu(up("mlpwi"))
+        y = self._dense(y, "mlpwo", (config.dim,), ("mlp", "embed"))
+        return checkpoint_name(y, "mlpwo")
+
+    def _dense(self, x, name, features, axes, inputs: int = 1):
+        """A projection over the last ``inputs`` axes, in the compute dtype."""
+        return nn.DenseGeneral(
+            features,
+            axis=tuple(range(-inputs, 0)),
+            use_bias=self.config.bias,
+            dtype=self.config.compute_dtype,
+            kernel_init=_partitioned(nn.initializers.lecun_normal(), *axes),
+            bias_init=_partitioned(nn.initializers.zeros, *axes[inputs:]),
+            name=name,
+        )(x)
+
+
+_FULL_TIME = ("batch", "time", "residual")
+
+
+def rotary(
+    x: Float[Array, "batch time heads head_dim"], theta: float
+) -> Float[Array, "batch time heads head_dim"]:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves rotated."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
+    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def _norm(config: ModelConfig, name: str | None = None) -> nn.Module:
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    extra: dict[str, Any] = {}
+    if config.norm == "layernorm":
+        extra["bias_init"] = _partitioned(nn.initializers.zeros, "norm")
+    return kind(
+        epsilon=config.norm_epsilon,
+        dtype=config.compute_dtype,
+        scale_init=_partitioned(nn.initializers.ones, "norm"),
+        name=name,
+        **extra,
+    )
+
+
+def _partitioned(init: jax.nn.initializers.Initializer, *axes: str):
+    return nn.with_logical_partitioning(init, axes)

@@ -1,0 +1,102 @@
+"""Where parameters and activations live on a mesh of devices.
+
+Arrays name their axes ("batch", "embed", "heads", ...); rules map those to the mesh
+axes ``data`` (replicas of the weights), ``fsdp`` (weights sharded, gathered per layer)
+and ``tensor`` (Megatron-style, within a layer). The compiler does the rest.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxckpt.linen import LAYER_AXIS
+from jaxckpt.training.config import MESH_AXES
+
+_RULES: dict[str, Any] = {
+    "batch": ("data", "fsdp"),
+    "time": None,
+    "residual": None,
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "head_dim": None,
+    "norm": None,
+    "positions": None,
+    LAYER_AXIS: None,
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh and the rules that put logical axes on it.
+
+    Attributes:
+      mesh: the devices, with axes data, fsdp and tensor (some of size 1).
+      sequence_parallel: shard the residual stream's time axis over ``tensor``
+        between the tensor-parallel regions (Korthikanti et al. 2022).
+    """
+
+    mesh: Mesh
+    sequence_parallel: bool = False
+
+    def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
+        """The sharding of an array with these logical axes."""
+        rules = {
+            **_RULES,
+            "residual_time": "tensor" if self.sequence_parallel else None,
+        }
+        parts = [rules[axis] if axis else None for axis in axes]
+        return NamedSharding(self.mesh, PartitionSpec(*parts))
+
+    def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+        """Places an activation inside a jitted function."""
+        if self.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+
+    def of_boxed(self, variables: Any) -> Any:
+        """Shardings of a tree of Flax partitioned (boxed) variables."""
+        return jax.tree.map(
+            lambda leaf: self.sharding(
+                leaf.names if isinstance(leaf, nn.Partitioned) else ()
+            ),
+            variables,
+            is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned),
+        )
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Of a batch (accumulation steps, sequences, time)."""
+        return self.sharding((None, "batch", None))
+
+
+def make_placement(
+    sizes: dict[str, int],
+    devices: Sequence[Any],
+    sequence_parallel: bool = False,
+) -> Placement:
+    """Builds the mesh; missing axes have size 1.
+
+    Args:
+      sizes: devices per mesh axis, as `jaxckpt.training.config.parse_mesh` gives.
+      devices: as many devices as the product of the sizes.
+      sequence_parallel: see `Placement`.
+    """
+    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
+    if math.prod(shape) != len(devices):
+        raise ValueError(f"a mesh of {sizes} does not hold {len(devices)} devices")
+    # Mesh (unlike jax.make_mesh since 0.9) has Auto axes: the compiler propagates.
+    mesh = Mesh(np.asarray(devices).reshape(shape), MESH_AXES)
+    return Placement(mesh, sequence_parallel)

@@ -1,0 +1,211 @@
+"""The state of a run and the function that advances it by one optimizer step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxckpt.layers import LayerPlan, layer_plan
+from jaxckpt.models.transformer import Transformer
+from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.optim import learning_rate_schedule, make_optimizer
+from jaxckpt.training.sharding import Placement
+
+State = dict[str, Any]
+"""``params``, ``opt_state``, ``step`` (int32) and ``key`` (typed PRNG key)."""
+
+Batch = dict[str, Any]
+"""``inputs``, ``targets`` (int32) and ``weights`` (float32), each of shape
+(accumulate, batch_size / accumulate, seq_len)."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step under one layer plan, ready to lower, compile and run.
+
+    Attributes:
+      plan: the layer plan.
+      model: the transformer under it.
+      init: ``() -> State``, jitted, with every array where it belongs.
+      step: ``(State, Batch) -> (State, metrics)``, jitted; donates the state.
+      evaluate: ``(params, Batch) -> (loss sum, weight sum)``, jitted.
+      state: the state's shapes and shardings, as `jax.ShapeDtypeStruct`.
+      batch: a batch's, the same.
+    """
+
+    plan: LayerPlan
+    model: Transformer
+    init: Callable[[], State]
+    step: Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
+    state: State
+    batch: Batch
+
+
+def make_program(
+    config: TrainConfig, placement: Placement, plan: LayerPlan | None = None
+) -> Program:
+    """Builds the training step of a configuration on a mesh.
+
+    Args:
+      config: ``config.architecture.attention`` must be decided: "cudnn" or "xla".
+      placement: the mesh and its rules.
+      plan: another layer plan than ``config.policy``.
+    """
+    architecture = config.architecture
+    plan = plan or layer_plan(config.policy, architecture.num_layers)
+    model = Transformer(architecture, plan, placement.constrain)
+    optimizer = make_optimizer(config)
+    schedule = learning_rate_schedule(config)
+
+    def init_params(key):
+        tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
+        weights = jnp.zeros(tokens.shape, jnp.float32)
+        # Initialized without the mesh's constraints: the example batch is 1.
+        bare = Transformer(architecture, plan)
+        return bare.init(key, tokens, tokens, weights)["params"]
+
+    def init_state():
+        init_key, key = jax.random.split(jax.random.key(config.seed))
+        params = nn.unbox(init_params(init_key))
+        return {
+            "params": params,
+            "opt_state": optimizer.init(params),
+            "step": jnp.zeros((), jnp.int32),
+            "key": key,
+        }
+
+    abstract = jax.eval_shape(init_state)
+    boxed = jax.eval_shape(init_params, jax.random.key(0))
+    param_shardings = placement.of_boxed(boxed)
+    shardings = {
+        "params": param_shardings,
+        "opt_state": like_params(
+            abstract["opt_state"],
+            abstract["params"],
+            lambda _: param_shardings,
+            lambda _: placement.replicated,
+        ),
+        "step": placement.replicated,
+        "key": placement.replicated,
+    }
+
+    def loss_sum(params, micro_batch, key):
+        rngs = {"dropout": key} if uses_dropout(architecture) else {}
+        return model.apply(
+            {"params": params},
+            micro_batch["inputs"],
+            micro_batch["targets"],
+            micro_batch["weights"],
+            deterministic=not rngs,
+            rngs=rngs,
+        )
+
+    def gradients(params, batch, key):
+        """Sums over all tokens of all micro-batches: equal to the full batch."""
+
+        def accumulate(carry, inputs):
+            micro_batch, index = inputs
+            gradient = jax.value_and_grad(loss_sum)(
+                params, micro_batch, jax.random.fold_in(key, index)
+            )
+            return jax.tree.map(jnp.add, carry, gradient), None
+
+        if config.accumulate == 1:
+            micro_batch = jax.tree.map(lambda x: x[0], batch)
+            key = jax.random.fold_in(key, 0)
+            return jax.value_and_grad(loss_sum)(params, micro_batch, key)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = lax.with_sharding_constraint(zeros, param_shardings)
+        start = (jnp.zeros((), jnp.float32), zeros)
+        indices = jnp.arange(config.accumulate)
+        return lax.scan(accumulate, start, (batch, indices))[0]
+
+    def step(state, batch):
+        key = jax.random.fold_in(state["key"], state["step"])
+        loss, grads = gradients(state["params"], batch, key)
+        tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        grads = jax.tree.map(lambda gradient: gradient / tokens, grads)
+        updates, opt_state = optimizer.update(
+            grads, state["opt_state"], state["params"]
+        )
+        new_state = {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+            "step": state["step"] + 1,
+            "key": state["key"],
+        }
+        metrics = {
+            "loss": loss / tokens,
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
+            "tokens": tokens,
+        }
+        return new_state, metrics
+
+    def evaluate(params, batch):
+        micro_batch = jax.tree.map(lambda x: x[0], batch)
+        total = model.apply({"params": params}, *micro_batch.values())
+        return total, jnp.sum(micro_batch["weights"])
+
+    batch_shape = (config.accumulate, config.micro_batch_size, config.sequence_length)
+    kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    return Program(
+        plan=plan,
+        model=model,
+        init=jax.jit(init_state, out_shardings=shardings),
+        step=jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(shardings, placement.batch),
+            out_shardings=(shardings, placement.replicated),
+        ),
+        evaluate=jax.jit(
+            evaluate,
+            in_shardings=(param_shardings, placement.batch),
+            out_shardings=placement.replicated,
+        ),
+        state=jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            abstract,
+            shardings,
+        ),
+        batch={
+            name: jax.ShapeDtypeStruct(batch_shape, dtype, sharding=placement.batch)
+            for name, dtype in kinds.items()
+        },
+    )
+
+
+def uses_dropout(architecture: Any) -> bool:
+    return bool(architecture.dropout or architecture.attention_dropout)
+
+
+def like_params(
+    tree: Any,
+    params: Any,
+    of_params: Callable[[Any], Any],
+    of_others: Callable[[Any], Any],
+) -> Any:
+    """Maps the subtrees that mirror the parameters, and every other leaf.
+
+    An optimizer's state holds trees built like the parameters (its moments) among
+    counters; this changes both kinds, whatever the optimizer.
+    """
+    structure = jax.tree.structure(params)
+
+    def mirrors(subtree):
+        return jax.tree.structure(subtree) == structure
+
+    return jax.tree.map(
+        lambda subtree: of_params(subtree) if mirrors(subtree) else of_others(subtree),
+        tree,
+        is_leaf=mirrors,
+    )
