@@ -105,7 +105,9 @@ def named_value(name: str, aval: Any) -> NamedValue:
 def aval_bytes(aval: Any) -> int:
     """Bytes of one array of this shape and dtype; a PRNG key counts its words."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype))
+        words = jax.eval_shape(
+            jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype)
+        )
         return aval.size * words.size * words.dtype.itemsize
     return aval.size * aval.dtype.itemsize
 

@@ -23,6 +23,7 @@ from jaxckpt.policies import FULL, Policy
 
 # Below this saving of temporary memory a policy's recomputation buys nothing.
 _NOTHING_SAVED = 0.02
+_SAVED_SHOWN = 12  # rows printed; receipt.json has them all
 
 
 @dataclass(frozen=True)
@@ -224,13 +225,17 @@ def print_receipt(receipt: dict[str, Any], console: Console) -> None:
     flops.add_column("without remat", justify="right")
     for phase in step["flops"]:
         flops.add_row(
-            phase, format_flops(step["flops"][phase]), format_flops(base["flops"][phase])
+            phase,
+            format_flops(step["flops"][phase]),
+            format_flops(base["flops"][phase]),
         )
 
     saved = Table(title="kept for the backward pass, counted", title_justify="left")
     for column in ("value", "in", "per layer", "layers", "all"):
-        saved.add_column(column, justify="left" if column in ("value", "in") else "right")
-    for row in step["saved"]:
+        saved.add_column(
+            column, justify="left" if column in ("value", "in") else "right"
+        )
+    for row in step["saved"][:_SAVED_SHOWN]:
         total = row["bytes_per_layer"] * row["layers"]
         saved.add_row(
             row["name"],
@@ -239,6 +244,10 @@ def print_receipt(receipt: dict[str, Any], console: Console) -> None:
             str(row["layers"]),
             format_bytes(total),
         )
+    rest = step["saved"][_SAVED_SHOWN:]
+    if rest:
+        total = sum(row["bytes_per_layer"] * row["layers"] for row in rest)
+        saved.add_row(f"{len(rest)} more, smaller", "", "", "", format_bytes(total))
 
     verdict = Text()
     verdict.append(f"asked    {receipt['requested']}\n")

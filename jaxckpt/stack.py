@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxckpt.layers import LayerPlan, Layers, Run, layer_plan
@@ -197,9 +198,11 @@ def _split_runs(runs: Sequence[Run], layers: list[Tree]) -> dict[str, Tree]:
         iterations = []
         for _ in range(run.count):
             chunk = layers[start : start + run.layers_per_iteration]
-            iterations.append(_split_runs(run.body, chunk) if run.is_group else chunk[0])
+            iterations.append(
+                _split_runs(run.body, chunk) if run.is_group else chunk[0]
+            )
             start += run.layers_per_iteration
-        split[f"run_{index}"] = jax.tree.map(lambda *xs: jnp.stack(xs), *iterations)
+        split[f"run_{index}"] = jax.tree.map(_stack_leaves, *iterations)
     return split
 
 
@@ -211,3 +214,8 @@ def _merge_runs(runs: Sequence[Run], split: dict[str, Tree]) -> list[Tree]:
             iteration = jax.tree.map(lambda leaf, i=i: leaf[i], tree)
             layers += _merge_runs(run.body, iteration) if run.is_group else [iteration]
     return layers
+
+
+def _stack_leaves(*leaves):
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    return np.stack(leaves) if on_host else jnp.stack(leaves)

@@ -1,0 +1,121 @@
+"""What every command line shares: parsing in one line of error, and exit codes.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted. No path ends in a
+traceback: an unexpected error is one line, with the traceback in a file it names.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tyro
+
+from jaxckpt.policies import nearest
+
+
+def parse(config: Any, *, prog: str, args: list[str] | None = None) -> Any:
+    """Parses arguments into a configuration like the given default.
+
+    Args:
+      config: a dataclass instance: its class is the grammar, its values the defaults.
+      prog: how the command is called.
+      args: the arguments; those of the process when left out.
+    """
+    args = sys.argv[1:] if args is None else args
+    if any(argument in ("-h", "--help") for argument in args):
+        return tyro.cli(type(config), default=config, prog=prog, args=args)
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
+            return tyro.cli(type(config), default=config, prog=prog, args=args)
+    except SystemExit:
+        flags = re.findall(r"--[a-z][a-z0-9-]*", _usage(config, prog))
+        fail(prog, _first_message(messages.getvalue(), flags), code=2)
+
+
+def value_of(flag: str, args: list[str], default: str) -> str:
+    """The value of one flag before the real parse, as in ``--model=tiny``."""
+    for index, argument in enumerate(args):
+        if argument.startswith(f"{flag}="):
+            default = argument.partition("=")[2]
+        elif argument == flag and index + 1 < len(args):
+            default = args[index + 1]
+    return default
+
+
+def run(main: Callable[[], None], *, prog: str) -> NoReturn:
+    """Runs a command and ends the process with its exit code."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        fail(prog, "interrupted", code=130)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except ValueError as error:
+        if type(error).__module__.startswith("jaxckpt"):
+            fail(prog, str(error), code=2)
+        fail(prog, _unexpected(error), code=1)
+    except Exception as error:
+        if type(error).__module__.startswith("jaxckpt"):
+            fail(prog, str(error), code=1)
+        fail(prog, _unexpected(error), code=1)
+    sys.exit(0)
+
+
+def fail(prog: str, message: str, code: int) -> NoReturn:
+    """Ends the process with one line on standard error."""
+    line = " ".join(message.split())
+    print(f"{prog}: error: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+def choose_platform() -> None:
+    """Keeps JAX from starting a CUDA plugin on a machine that has no GPU.
+
+    The plugin may be there only to compile for absent GPUs; JAX would print its
+    traceback. Call before JAX is imported.
+    """
+    if "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu"):
+        return
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    if not has_gpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _usage(config: Any, prog: str) -> str:
+    text = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
+        tyro.cli(type(config), default=config, prog=prog, args=["--help"])
+    return text.getvalue()
+
+
+def _first_message(output: str, flags: list[str]) -> str:
+    """The sentence inside the box that tyro draws, on one line."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in output.splitlines()]
+    text = []
+    for line in lines[1:]:
+        if not line:
+            break
+        text.append(line)
+    message = " ".join(text)
+    unknown = re.search(r"(--[\w-]+)", message)
+    if message.startswith("Unrecognized") and unknown:
+        message += "." + nearest(unknown[1].replace("_", "-"), flags)
+    return message
+
+
+def _unexpected(error: Exception) -> str:
+    handle, name = tempfile.mkstemp(prefix="jaxckpt-", suffix=".txt")
+    with os.fdopen(handle, "w") as file:
+        traceback.print_exception(error, file=file)
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {reason[:300]} (traceback in {name})"

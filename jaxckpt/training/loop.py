@@ -1,0 +1,247 @@
+"""The training loop: prepare everything that can fail, then run steps to the end."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from jaxckpt.receipt import print_receipt, print_warnings, write_receipt
+from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.corpus import Corpus, load_corpus
+from jaxckpt.training.data import batches, validation_batches
+from jaxckpt.training.inspect import inspect_run
+from jaxckpt.training.metrics import MetricsLog
+from jaxckpt.training.sharding import Placement
+from jaxckpt.training.snapshot import Snapshots
+from jaxckpt.training.step import Program, State, make_program
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on, with the step it stopped at. One line."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+      steps: optimizer steps done in all.
+      first_loss: of the first step that this call ran, nats per token.
+      last_loss: of the last one.
+      validation: validation loss by its unit, such as ``{"bits_per_byte": 2.1}``.
+      receipt: see `jaxckpt.receipt.make_receipt`.
+    """
+
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    validation: dict[str, float]
+    receipt: dict[str, Any]
+
+
+def train(
+    config: TrainConfig, placement: Placement, notes: list[str], console: Console
+) -> TrainResult:
+    """Trains from the start, or from the last snapshot when resuming.
+
+    Args:
+      config: the run; its attention kernel is decided.
+      placement: the mesh to run on.
+      notes: facts for the receipt.
+      console: where tables, progress and warnings go.
+
+    Raises:
+      PolicyError, ConfigError, DataError, SnapshotError, MetricsError: bad input,
+        before anything compiles.
+      TrainingError: the loss is no number, or a snapshot could not be written.
+    """
+    workdir = Path(config.workdir)
+    corpus = load_corpus(
+        config.data,
+        vocab_size=config.architecture.vocab_size,
+        seq_len=config.sequence_length,
+    )
+    program = make_program(config, placement)
+    snapshots = Snapshots(workdir / "snapshots", config.keep_snapshots)
+    position, first_step = 0, 0
+    if config.resume:
+        meta = snapshots.read_meta(config.architecture)
+        position, first_step = meta["position"], snapshots.last_step
+    config.save(workdir / "config.json")
+    console.print(f"data: {corpus.description}", highlight=False)
+
+    with console.status("tracing the model") as status:
+        inspected = inspect_run(
+            config, placement, program, notes=notes, progress=status.update
+        )
+        write_receipt(inspected.receipt, workdir / "receipt.json")
+        status.update("loading the snapshot" if config.resume else "first weights")
+        state = snapshots.restore(program) if config.resume else program.init()
+    print_warnings(inspected.receipt, console)
+
+    log = MetricsLog(workdir / "metrics.jsonl", first_step)
+    run = _Run(config, program, inspected.compiled_step, corpus, snapshots, log)
+    try:
+        with _progress(console) as progress:
+            run.steps(state, first_step, position, progress)
+    finally:
+        log.close()
+    snapshots.close()
+    print_receipt(inspected.receipt, console)
+    return TrainResult(
+        steps=max(config.steps, first_step),
+        first_loss=run.first_loss,
+        last_loss=run.last_loss,
+        validation=run.validation,
+        receipt=inspected.receipt,
+    )
+
+
+class _Run:
+    """What the steps of one run share."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        program: Program,
+        compiled_step: Callable[..., Any],
+        corpus: Corpus,
+        snapshots: Snapshots,
+        log: MetricsLog,
+    ):
+        self.config, self.program, self.compiled_step = config, program, compiled_step
+        self.corpus, self.snapshots, self.log = corpus, snapshots, log
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.validation: dict[str, float] = {}
+
+    def steps(self, state: State, first_step: int, position: int, progress: Progress):
+        config = self.config
+        bar = progress.add_task(
+            "training", total=config.steps, completed=first_step, status=""
+        )
+        remaining = max(config.steps - first_step, 0)
+        if not remaining:
+            return
+        with batches(
+            self.corpus.train,
+            seq_len=config.sequence_length,
+            batch_size=config.batch_size,
+            accumulate=config.accumulate,
+            seed=config.seed,
+            position=position,
+            num_sequences=remaining * config.batch_size,
+        ) as data:
+            clock = time.perf_counter()
+            for step in range(first_step + 1, config.steps + 1):
+                batch = jax.device_put(dict(next(data)), self._batch_shardings())
+                state, metrics = self.compiled_step(state, batch)
+                record = self._record(step, metrics, clock)
+                clock = time.perf_counter()
+                position += config.batch_size
+                if _due(step, config.eval_every, config.steps):
+                    self.validation = self._validate(state)
+                    record |= {
+                        f"validation_{unit}": value
+                        for unit, value in self.validation.items()
+                    }
+                self.log.write(record)
+                if _due(step, config.snapshot_every, config.steps):
+                    self.snapshots.save(self.program, state, position)
+                self.snapshots.check()
+                self._show(progress, bar, record)
+                clock = time.perf_counter() if _paused(config, step) else clock
+
+    def _record(self, step: int, metrics: dict[str, jax.Array], clock: float) -> dict:
+        values = {name: float(value) for name, value in metrics.items()}  # waits
+        seconds = time.perf_counter() - clock
+        loss = values["loss"]
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"loss is {loss} at step {step}; the last snapshot is of step "
+                f"{self.snapshots.last_step or 0}. A lower --learning-rate may help"
+            )
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_loss = loss
+        tokens = values.pop("tokens")
+        return {
+            "step": step,
+            **values,
+            "step_seconds": round(seconds, 6),
+            "tokens_per_second": round(tokens / seconds, 1),
+        }
+
+    def _validate(self, state: State) -> dict[str, float]:
+        total = weight = 0.0
+        for batch in self._validation_batches():
+            loss, tokens = self.program.evaluate(state["params"], batch)
+            total, weight = total + float(loss), weight + float(tokens)
+        bits = total / weight / math.log(2)
+        if self.corpus.bytes_per_token:
+            return {"bits_per_byte": bits / self.corpus.bytes_per_token}
+        return {"bits_per_token": bits}
+
+    def _validation_batches(self) -> Iterator[dict[str, jax.Array]]:
+        for batch in validation_batches(
+            self.corpus.validation,
+            seq_len=self.config.sequence_length,
+            batch_size=self.config.micro_batch_size,
+            max_batches=self.config.eval_batches,
+        ):
+            yield jax.device_put(dict(batch), self._batch_shardings())
+
+    def _batch_shardings(self):
+        return {name: leaf.sharding for name, leaf in self.program.batch.items()}
+
+    def _show(self, progress: Progress, bar: TaskID, record: dict[str, Any]):
+        step, last = record["step"], self.config.steps
+        status = self._status(record)
+        progress.update(bar, completed=step, status=status)
+        if not progress.console.is_terminal and step % max(last // 10, 1) == 0:
+            progress.console.print(f"step {step}/{last}  {status}", highlight=False)
+
+    def _status(self, record: dict[str, Any]) -> str:
+        parts = [
+            f"loss {record['loss']:.3f}",
+            f"{record['tokens_per_second']:,.0f} tokens/s",
+            f"{record['step_seconds'] * 1000:.0f} ms/step",
+        ]
+        parts += [
+            f"validation {value:.3f} {unit.replace('_', ' ')}"
+            for unit, value in self.validation.items()
+        ]
+        return "  ".join(parts)
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return bool(every) and (step % every == 0 or step == last)
+
+
+def _paused(config: TrainConfig, step: int) -> bool:
+    """Whether validation or a snapshot came between this step and the next."""
+    return _due(step, config.eval_every, config.steps) or _due(
+        step, config.snapshot_every, config.steps
+    )
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.completed}/{task.total}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,57 @@
+"""``metrics.jsonl``: one JSON line per optimizer step, in order, without gaps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricsError(ValueError):
+    """A metrics file that cannot be continued. One line, with path and line."""
+
+
+class MetricsLog:
+    """Appends one line per step.
+
+    A run that was killed has lines for steps after its last snapshot; resuming drops
+    them, since those steps run again.
+
+    Args:
+      path: the file.
+      last_step: steps done before; lines of later steps are removed.
+
+    Raises:
+      MetricsError: a line before the last is no JSON. A cut last line, as a killed
+        process leaves it, is dropped.
+    """
+
+    def __init__(self, path: Path, last_step: int):
+        if path.exists():
+            kept = _lines_up_to(path, last_step)
+            partial = path.with_suffix(".tmp")
+            partial.write_text("".join(kept))
+            partial.replace(path)
+        self._file = path.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines_up_to(path: Path, last_step: int) -> list[str]:
+    lines = path.read_text().splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines):
+                break
+            raise MetricsError(
+                f"{path}:{number} is no metrics line; move the file away to resume"
+            ) from error
+        if step <= last_step:
+            kept.append(line if line.endswith("\n") else line + "\n")
+    return kept

@@ -1,0 +1,221 @@
+"""Snapshots: the saved state of a run, written by Orbax, asynchronously.
+
+A snapshot does not know about policies. Parameters and optimizer moments are stored
+in the canonical layout, a tree per layer, so that a run can go on under another
+policy, layer plan or mesh. Orbax renames a snapshot into place when it is complete;
+a process killed while writing leaves the one before.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxckpt.models.presets import EXECUTION_FIELDS, ModelConfig
+from jaxckpt.stack import merge_layers, split_layers
+from jaxckpt.training.step import Program, State, like_params
+
+FORMAT = 1
+
+
+class SnapshotError(ValueError):
+    """A snapshot that cannot be written or continued from. One line, with its path."""
+
+
+class Snapshots:
+    """The snapshots of one run, in ``workdir/snapshots/<step>``.
+
+    Args:
+      folder: where they are; made when missing.
+      keep: how many to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        # Orbax logs each save on the root logger's children; errors still raise.
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        self._folder = folder.absolute()
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep,
+                enable_async_checkpointing=True,
+                create=True,
+            ),
+        )
+
+    @property
+    def last_step(self) -> int | None:
+        """Step of the last complete snapshot, None when there is none."""
+        return self._manager.latest_step()
+
+    def save(self, program: Program, state: State, position: int) -> None:
+        """Starts writing a snapshot; the state may change when this returns.
+
+        Args:
+          program: whose layout the state is in.
+          state: the state after some step.
+          position: sequences of training data consumed so far.
+
+        Raises:
+          SnapshotError: this or an earlier snapshot could not be written.
+        """
+        meta = {
+            "format": FORMAT,
+            "position": position,
+            "model": _identity(program.model.config),
+        }
+        step = int(state["step"])
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(to_canonical(program, state)),
+                    meta=ocp.args.JsonSave(meta),
+                ),
+            )
+            self.check()
+        except Exception as error:
+            raise self._failure("cannot be written", step, error) from error
+
+    def check(self) -> None:
+        """Raises SnapshotError when a snapshot being written has failed."""
+        try:
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise self._failure("cannot be written", "", error) from error
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        try:
+            self._manager.wait_until_finished()
+            self._manager.close()
+        except Exception as error:
+            raise self._failure("cannot be written", "", error) from error
+
+    def read_meta(self, config: ModelConfig) -> dict[str, Any]:
+        """The last snapshot's facts, checked against the model to go on with.
+
+        Raises:
+          SnapshotError: there is none, it is not jaxckpt's, it cannot be read, or
+            its model differs (the fields are named).
+        """
+        step = self.last_step
+        if step is None:
+            raise SnapshotError(
+                f"no snapshot in {self._folder}; train without --resume first"
+            )
+        if not (self._folder / str(step) / "meta").exists():
+            raise SnapshotError(f"{self._folder / str(step)} is no jaxckpt snapshot")
+        try:
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+            )
+            meta = restored["meta"]
+            known = meta["format"] == FORMAT and isinstance(meta["position"], int)
+        except Exception as error:
+            raise self._failure("cannot be read", step, error) from error
+        if not known:
+            raise SnapshotError(
+                f"{self._folder / str(step)} is no jaxckpt snapshot of format {FORMAT}"
+            )
+        ours, theirs = _identity(config), meta["model"]
+        differing = [
+            f"{field} is {theirs.get(field)} there and {ours.get(field)} here"
+            for field in sorted({*ours, *theirs})
+            if ours.get(field) != theirs.get(field)
+        ]
+        if differing:
+            raise SnapshotError(
+                f"the snapshot in {self._folder} is of another model: "
+                f"{'; '.join(differing)}"
+            )
+        return meta
+
+    def restore(self, program: Program) -> State:
+        """The last snapshot's state, in a program's layout and on its mesh."""
+        step = self.last_step
+        target = jax.eval_shape(lambda state: _canonical(program, state), program.state)
+        as_numpy = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target
+        )
+        try:
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(target, restore_args=as_numpy)
+                ),
+            )["state"]
+        except Exception as error:
+            raise self._failure("cannot be read", step, error) from error
+        return from_canonical(program, restored)
+
+    def _failure(self, problem: str, step: Any, error: Exception) -> SnapshotError:
+        reason = str(error).strip().splitlines() or [""]
+        return SnapshotError(
+            f"snapshot {self._folder / str(step)} {problem}: "
+            f"{type(error).__name__}: {reason[0]}"
+        )
+
+
+def to_canonical(program: Program, state: State) -> dict[str, Any]:
+    """The state as numpy arrays, its layers as a tree each."""
+    state = {**state, "key": jax.random.key_data(state["key"])}
+    # Copies: on CPU a view would share the buffer that the next step overwrites.
+    return _canonical(program, jax.tree.map(np.array, state))
+
+
+def from_canonical(program: Program, canonical: dict[str, Any]) -> State:
+    """Undoes `to_canonical`, for any program of the same model."""
+    config = program.model.config
+
+    def split(layers):
+        in_order = [layers[f"layer_{index}"] for index in range(config.num_layers)]
+        return split_layers(
+            in_order, program.plan, config.num_layers, scan=config.scan_layers
+        )
+
+    state = _map_layers(canonical, split)
+    state["key"] = jax.random.wrap_key_data(state["key"])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
+    return jax.device_put(state, shardings)
+
+
+def _canonical(program: Program, state: State) -> dict[str, Any]:
+    config = program.model.config
+
+    def merge(layers):
+        in_order = merge_layers(
+            layers, program.plan, config.num_layers, scan=config.scan_layers
+        )
+        return {f"layer_{index}": layer for index, layer in enumerate(in_order)}
+
+    if jax.dtypes.issubdtype(state["key"].dtype, jax.dtypes.prng_key):
+        state = {**state, "key": jax.random.key_data(state["key"])}
+    return _map_layers(state, merge)
+
+
+def _map_layers(state: State, convert: Callable[[Any], Any]) -> State:
+    """Converts the layers of the parameters and of every moment that mirrors them."""
+
+    def of_params(params):
+        return {**params, "layers": convert(params["layers"])}
+
+    moments = like_params(
+        state["opt_state"], state["params"], of_params, lambda leaf: leaf
+    )
+    return {**state, "params": of_params(state["params"]), "opt_state": moments}
+
+
+def _identity(config: ModelConfig) -> dict[str, Any]:
+    """The fields that give parameters their shape and meaning."""
+    fields = dataclasses.asdict(config)
+    fields |= {"num_kv_heads": config.kv_heads, "head_dim": config.size_of_head}
+    ignored = set(EXECUTION_FIELDS)
+    if config.positions == "rotary":
+        ignored.add("max_seq_len")  # only a default there
+    return {name: value for name, value in fields.items() if name not in ignored}
