@@ -107,6 +107,13 @@ class ModelConfig:
         return self.head_dim or self.dim // self.num_heads
 
     @property
+    def value_names(self) -> tuple[str, ...]:
+        """Names that a policy can speak of, in the order of computation."""
+        projections = ("query_proj", "key_proj", "value_proj", "context", "out_proj")
+        mlp = ("mlpwi_0", "mlpwi_1") if self.activation == "swiglu" else ("mlpwi",)
+        return ("decoder_layer_input", *projections, *mlp, "mlpwo")
+
+    @property
     def num_params(self) -> int:
         """Number of parameters, embeddings included."""
         dim, vectors = self.dim, 2 if self.norm == "layernorm" else 1

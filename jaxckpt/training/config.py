@@ -9,9 +9,10 @@ from typing import Annotated
 
 import tyro
 
-from jaxckpt.layers import layer_plan
+from jaxckpt.dialects import translate
+from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
-from jaxckpt.policies import nearest
+from jaxckpt.policies import nearest, unknown_names
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -24,7 +25,8 @@ class TrainConfig:
     """Preset that the model fields below start from: tiny, gpt2-124m, llama-7b, ..."""
     policy: str = "none"
     """What each layer keeps for its backward pass: none, dots_saveable, full,
-    save:NAME,..., offload:NAME,..., sqrt, every:K, or per layer 2xnone+2xfull."""
+    save:NAME,..., offload:NAME,..., sqrt, every:K, per layer 2xnone+2xfull, or
+    another system's: maxtext:minimal, megatron:selective, deepspeed:cpu."""
     mesh: str = ""
     """Devices per axis, such as data:2,fsdp:2,tensor:2. Default: all on fsdp."""
     sequence_parallel: bool = False
@@ -100,8 +102,18 @@ class TrainConfig:
             )
         if self.resume and not self.workdir:
             raise ConfigError("--resume needs --workdir, the folder of the run")
-        layer_plan(self.policy, self.architecture.num_layers)  # raises when wrong
+        unknown = {name for policy in self.plan.policies() for name in policy.names}
+        unknown -= set(self.architecture.value_names)
+        if unknown:
+            raise unknown_names(unknown, self.architecture.value_names)
         parse_mesh(self.mesh)
+
+    @property
+    def plan(self) -> LayerPlan:
+        """The layer plan that the policy stands for."""
+        model = self.architecture
+        text = translate(self.policy, model.value_names, model.num_layers)
+        return layer_plan(text, model.num_layers)
 
     @property
     def sequence_length(self) -> int:

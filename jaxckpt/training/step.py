@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxckpt.layers import LayerPlan, layer_plan
+from jaxckpt.layers import LayerPlan
 from jaxckpt.models.transformer import Transformer
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.optim import learning_rate_schedule, make_optimizer
@@ -58,7 +58,7 @@ def make_program(
       plan: another layer plan than ``config.policy``.
     """
     architecture = config.architecture
-    plan = plan or layer_plan(config.policy, architecture.num_layers)
+    plan = plan or config.plan
     model = Transformer(architecture, plan, placement.constrain)
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config)
