@@ -161,6 +161,7 @@ def _block_policy(policy: str | Policy) -> Policy:
     return parsed
 
 
+@functools.cache  # equal modules, rematted alike, stay equal
 def _remat_module_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
     """A subclass whose ``__call__`` is checkpointed; named as the class itself."""
 

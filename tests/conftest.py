@@ -15,6 +15,8 @@ import pytest
 from jaxckpt import compat
 from jaxckpt.naming import aval_bytes, subjaxprs, trace_forward
 
+jax.config.update("jax_num_cpu_devices", 8)  # meshes; else one of them is used
+
 hypothesis.settings.register_profile(
     "jaxckpt",
     deadline=None,
@@ -85,9 +87,7 @@ def assert_same():
 
     def check(got, want, rtol=1e-6):
         assert jax.tree.structure(got) == jax.tree.structure(want)
-        pairs = zip(
-            jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True
-        )
+        pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True)
         for (path, left), right in pairs:
             assert left.dtype == right.dtype, jax.tree_util.keystr(path)
             left, right = np.asarray(left, np.float64), np.asarray(right, np.float64)
@@ -100,3 +100,9 @@ def assert_same():
             )
 
     return check
+
+
+@pytest.fixture(scope="session")
+def remat3():
+    """Whether JAX's coming implementation of checkpoints (JAX_REMAT3) is on."""
+    return bool(jax.config.values.get("jax_remat3"))

@@ -17,7 +17,15 @@ from jaxckpt.layers import (
 from jaxckpt.policies import FULL, NONE, Policy, PolicyError, parse_policy
 
 POLICY = st.sampled_from(
-    ["none", "full", "minimal", "dots_saveable", "save:a", "offload:x1", "save:a/offload:b"]
+    [
+        "none",
+        "full",
+        "minimal",
+        "dots_saveable",
+        "save:a",
+        "offload:x1",
+        "save:a/offload:b",
+    ]
 ).map(parse_policy)
 COUNT = st.integers(1, 12)
 LAYER_RUN = st.builds(Run, COUNT, POLICY)

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxckpt import PolicyError, layer_plan, merge_layers, split_layers, stack
 
 WIDTH = 8
+QUICK = {"xla_backend_optimization_level": 0}  # compiles in half the time
 
 
 def layer(x, values):
@@ -41,7 +42,8 @@ def loss_of(plan, num_layers, scan=True):
         merged = jnp.stack(merge_layers(sums, plan, num_layers, scan=scan))
         return (y**2).sum() + jnp.sin(merged).sum()
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    grad = jax.value_and_grad(loss, argnums=(0, 1))
+    return jax.jit(grad, compiler_options=QUICK)
 
 
 def loop_loss(x, w, rest):
@@ -64,8 +66,8 @@ def references():
             values = layer_values(num_layers, dropout)
             w = values.pop("w")
             args = jax.random.normal(jax.random.key(0), (2, WIDTH)), w, values
-            grad = jax.jit(jax.value_and_grad(loop_loss, argnums=(0, 1)))
-            found[key] = args, grad(*args)
+            grad = jax.value_and_grad(loop_loss, argnums=(0, 1))
+            found[key] = args, jax.jit(grad, compiler_options=QUICK)(*args)
         return found[key]
 
     return reference
@@ -79,7 +81,7 @@ POLICIES = [
     "minimal",
     "save:h",
     "offload:h",
-]
+]  # at every depth
 PLANS = {
     1: ["sqrt", "1xsave:h", "1x1xfull", "every:1/none"],
     7: [
@@ -123,7 +125,9 @@ def test_unrolled_results_and_gradients_are_those_of_a_loop(
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("plan", ["full", "save:h", "every:3", "2x(2xsave:h+1xnone)+1xfull"])
+@pytest.mark.parametrize(
+    "plan", ["full", "save:h", "every:3", "2x(2xsave:h+1xnone)+1xfull"]
+)
 def test_g2_dropout_masks_are_those_of_a_loop(plan, scan, references, assert_same):
     args, want = references(7, dropout=True)
     assert_same(loss_of(plan, 7, scan)(*args), want)
@@ -186,7 +190,10 @@ def test_more_than_ten_runs_survive_a_jit_that_sorts_their_keys(scan, assert_sam
 
 
 def test_outputs_come_in_split_layout_and_may_be_none():
-    plan, values = "2x3xfull+1xnone", split_layers(layer_values(7), "2x3xfull+1xnone", 7)
+    plan, values = (
+        "2x3xfull+1xnone",
+        split_layers(layer_values(7), "2x3xfull+1xnone", 7),
+    )
     _, sums = stack(layer, plan, 7)(jnp.ones((2, WIDTH)), values)
     assert jax.tree.map(jnp.shape, sums) == {"run_0": {"run_0": (2, 3)}, "run_1": (1,)}
     silent = stack(lambda x, v: (layer(x, v)[0], None), plan, 7)
@@ -210,7 +217,9 @@ def test_values_in_another_layout_are_an_error(values, scan):
     run = stack(layer, "3xfull+4xnone", 7, scan=scan)
     with pytest.raises(PolicyError) as error:
         run(jnp.ones((2, WIDTH)), values)
-    assert "values are not in the layout of 3xnothing_saveable+4xnone" in str(error.value)
+    assert "values are not in the layout of 3xnothing_saveable+4xnone" in str(
+        error.value
+    )
     assert "use split_layers" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -228,12 +237,16 @@ def test_wrong_depth_is_an_error():
 
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize(
-    "plan", ["save:hh", "3xfull+4xoffload:hh", "every:3/save:hh", "2x3xsave:h,hh+1xnone"]
+    "plan",
+    ["save:hh", "3xfull+4xoffload:hh", "every:3/save:hh", "2x3xsave:h,hh+1xnone"],
 )
 def test_b1_unknown_name_is_an_error(plan, scan):
     values = split_layers(layer_values(7), plan, 7, scan=scan)
-    with pytest.raises(PolicyError, match="named 'hh'.*mean 'h'. Known names: h$"):
+    with pytest.raises(PolicyError) as error:
         stack(layer, plan, 7, scan=scan)(jnp.ones((2, WIDTH)), values)
+    assert str(error.value) == (
+        "no value is named 'hh' in this block. Did you mean 'h'? Known names: h"
+    )
 
 
 def test_n1_an_unknown_policy_is_an_error_before_any_call():
@@ -289,10 +302,12 @@ def test_scan_trip_counts_are_those_of_the_plan(plan, trips, equations):
     ],
 )
 def test_a4_prevent_cse_is_off_exactly_in_loops_of_more_than_one(
-    plan, expected, checkpoints
+    plan, expected, checkpoints, remat3
 ):
     run, x, values = run_and_values(plan, 7)
     assert checkpoints(run, x, values) == expected
+    if remat3:  # there JAX itself turns it on again in the backward loop
+        return
     in_gradient = set(checkpoints(gradient(run), x, values))
     assert {(off, around[-1] > 1) for off, around in in_gradient} <= {
         (False, True),
@@ -309,24 +324,27 @@ def test_a4_prevent_cse_is_on_everywhere_when_unrolled(plan, count, checkpoints)
     assert [off for off, _ in found] == count * [True]
 
 
-@pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize(
-    "plan, dots",
+    "plan, scanned, unrolled",
     [
-        ("none", 3 * 7),
-        ("full", 4 * 7),
-        ("save:h", 3 * 7),
-        ("dots_saveable", 3 * 7),
-        ("offload:h", 3 * 7),
-        ("3xnone+4xfull", 3 * 3 + 4 * 4),
-        ("every:7/none", 4 * 7),
-        ("every:7/save:h", 4 * 7),
-        ("1x7xfull", 5 * 7),
+        ("none", 3 * 7, 3 * 7),
+        ("full", 4 * 7, 4 * 7),
+        ("save:h", 3 * 7, 3 * 7),
+        ("dots_saveable", 3 * 7, 3 * 7),
+        ("offload:h", 3 * 7, 3 * 7),
+        ("3xnone+4xfull", 3 * 3 + 4 * 4, 3 * 3 + 4 * 4),
+        ("every:7/none", 4 * 7, 4 * 7),
+        # Unrolled, the group's own recomputation leaves out its last layer.
+        ("every:7/save:h", 4 * 7, 4 * 7),
+        ("1x7xfull", 5 * 7, 5 * 7 - 1),
     ],
 )
-def test_counts_of_dots_are_exact(plan, dots, scan, count_runs):
-    run, x, values = run_and_values(plan, 7, scan)
-    assert count_runs(gradient(run), x, values)["dot_general"] == dots
+def test_counts_of_dots_are_exact(plan, scanned, unrolled, count_runs, remat3):
+    if remat3 and plan == "every:7/save:h":  # the names inside a group are not kept
+        scanned, unrolled = 5 * 7, 5 * 7 - 1
+    for scan, dots in ((True, scanned), (False, unrolled)):
+        run, x, values = run_and_values(plan, 7, scan)
+        assert count_runs(gradient(run), x, values)["dot_general"] == dots
 
 
 BYTES = 2 * WIDTH * 4  # of one layer's input, and of h
@@ -357,20 +375,24 @@ def test_bytes_saved_are_exact(plan, per_stack, saved_bytes):
 UNMERGED = {"xla_disable_hlo_passes": "cse_barrier_expander"}  # facts.md, section 3
 
 
-def temp_bytes(plan, num_layers, *, width, batch, scan=True):
+def temp_bytes(plan, num_layers, *, width, batch, scan=True, split_inside=False):
     """Compiled temporary bytes; the weights are arguments, in split layout."""
 
     def block(x, values):
         h = checkpoint_name(x @ values["w"], "h")
-        return x + jnp.sin(jnp.tanh(h)), None
+        return x + jnp.sin(jnp.tanh(h) @ values["w"]), None
 
-    abstract = jax.eval_shape(lambda: layer_values(num_layers, width=width))
-    values = jax.eval_shape(
-        lambda values: split_layers(values, plan, num_layers, scan=scan), abstract
-    )
+    def split(values):
+        return split_layers(values, plan, num_layers, scan=scan)
+
+    run = stack(block, plan, num_layers, scan=scan)
+    values = jax.eval_shape(lambda: layer_values(num_layers, width=width))
+    if split_inside:
+        grad = gradient(lambda x, values: run(x, split(values)))
+    else:
+        grad, values = gradient(run), jax.eval_shape(split, values)
     x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
-    grad = jax.jit(gradient(stack(block, plan, num_layers, scan=scan)))
-    compiled = grad.lower(x, values).compile(compiler_options=UNMERGED)
+    compiled = jax.jit(grad).lower(x, values).compile(compiler_options=UNMERGED)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -395,13 +417,14 @@ def test_h2_groups_save_where_activations_outweigh_weights():
 
 
 def test_h1_no_weight_is_copied_at_a_prime_depth():
-    """Weights outweigh activations 8 times; a copy would be 37 of them."""
-    width, batch = 128, 16
-    weight = width * width * 4
-    even = temp_bytes("every:6", 36, width=width, batch=batch)
-    prime = temp_bytes("every:6", 37, width=width, batch=batch)
+    """Weights outweigh activations 8 times; a copy of them would be 37 more."""
+    size = dict(width=128, batch=16)
+    weight = 128 * 128 * 4
+    even = temp_bytes("every:6", 36, **size)
+    prime = temp_bytes("every:6", 37, **size)
+    copied = temp_bytes("every:6", 37, **size, split_inside=True)
     assert prime - even < 2 * weight
-    assert prime < 12 * weight
+    assert copied - prime > 36 * weight  # what the split layout is there to avoid
 
 
 def test_d7_on_cpu_offloaded_bytes_count_as_device_memory():
