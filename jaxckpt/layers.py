@@ -42,14 +42,18 @@ class Run:
             raise PolicyError("a group has at least one run of layers")
 
     @property
-    def is_group(self) -> bool:
-        return not isinstance(self.body, Policy)
+    def group(self) -> "tuple[Run, ...]":
+        """The runs inside one group; empty when the body is a single layer."""
+        return () if isinstance(self.body, Policy) else self.body
+
+    @property
+    def policy(self) -> Policy:
+        """What one iteration is checkpointed under; a group keeps its input alone."""
+        return self.body if isinstance(self.body, Policy) else FULL
 
     @property
     def layers_per_iteration(self) -> int:
-        if isinstance(self.body, Policy):
-            return 1
-        return sum(run.num_layers for run in self.body)
+        return sum(run.num_layers for run in self.group) or 1
 
     @property
     def num_layers(self) -> int:
@@ -93,10 +97,10 @@ class LayerPlan:
 
         def walk(runs: tuple[Run, ...], around: tuple[int, ...]):
             for run in runs:
-                if isinstance(run.body, Policy):
-                    yield run.body, run.count, around
+                if run.group:
+                    yield from walk(run.group, (*around, run.count))
                 else:
-                    yield from walk(run.body, (*around, run.count))
+                    yield run.policy, run.count, around
 
         return walk(self.runs, ())
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxckpt.layers import Layers, Run, layer_plan
 from jaxckpt.naming import check_names
-from jaxckpt.policies import FULL, NONE, Policy
+from jaxckpt.policies import NONE, Policy
 from jaxckpt.remat import jax_policy, split_static
 from jaxckpt.stack import in_loop, split_layers
 
@@ -133,12 +133,11 @@ class _Group(nn.Module):
 def _scan_runs(call: _BlockCall, runs: tuple[Run, ...], x, keys, arrays):
     """Scans over each run, in the compact method of the module that owns them."""
     for index, run in enumerate(runs):
-        if isinstance(run.body, Policy):
-            target = _rematted(_Layer, run.body, in_loop(run, scan=True))
-            fields = {"call": call, "policy": run.body}
+        if run.group:
+            target, fields = _Group, {"runs": run.group}
         else:
-            target = _rematted(_Group, FULL, in_loop(run, scan=True))
-            fields = {"call": call, "runs": run.body}
+            target, fields = _Layer, {"policy": run.policy}
+        target = _rematted(target, run.policy, in_loop(run, scan=True))
         scanned = nn.scan(
             target,
             variable_axes={True: 0},
@@ -148,7 +147,7 @@ def _scan_runs(call: _BlockCall, runs: tuple[Run, ...], x, keys, arrays):
             metadata_params={nn.PARTITION_NAME: LAYER_AXIS},
         )
         key = f"run_{index}"
-        x, _ = scanned(**fields, name=key)(x, keys[key], arrays)
+        x, _ = scanned(call=call, **fields, name=key)(x, keys[key], arrays)
     return x
 
 
@@ -156,17 +155,17 @@ def _unroll(module: nn.Module, call: _BlockCall, runs, start: int, x, keys, arra
     """Straight-line layers, all direct children of the module."""
     for run in runs:
         for _ in range(run.count):
-            if isinstance(run.body, Policy):
-                layer = _rematted(_Layer, run.body, in_loop(run, scan=False))
-                key = f"layer_{start}"
-                x, _ = layer(call, run.body, name=key)(x, keys[key], arrays)
-            else:
+            if run.group:
 
-                def group(module, x, keys, arrays, body=run.body, start=start):
-                    return _unroll(module, call, body, start, x, keys, arrays)
+                def group(module, x, keys, arrays, runs=run.group, start=start):
+                    return _unroll(module, call, runs, start, x, keys, arrays)
 
-                rematted = nn.remat(group, policy=jax_policy(FULL))
+                rematted = nn.remat(group, policy=jax_policy(run.policy))
                 x = rematted(module, x, keys, arrays)
+            else:
+                layer = _rematted(_Layer, run.policy, in_loop(run, scan=False))
+                key = f"layer_{start}"
+                x, _ = layer(call, run.policy, name=key)(x, keys[key], arrays)
             start += run.layers_per_iteration
     return x
 

@@ -104,7 +104,7 @@ def named_value(name: str, aval: Any) -> NamedValue:
 
 def aval_bytes(aval: Any) -> int:
     """Bytes of one array of this shape and dtype; a PRNG key counts its words."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(
             jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype)
         )

@@ -71,13 +71,10 @@ def saved_rows(
 
     def walk(runs):
         for run in runs:
-            if isinstance(run.body, Policy):
-                for residual in residuals(run.body):
-                    add(residual.name, residual.location, residual.nbytes, run.count)
-            else:
-                for residual in residuals(FULL):  # a group keeps its inputs alone
-                    add("group_input", "device", residual.nbytes, run.count)
-                walk(run.body)
+            for residual in residuals(run.policy):
+                name = "group_input" if run.group else residual.name
+                add(name, residual.location, residual.nbytes, run.count)
+            walk(run.group)
 
     walk(plan.runs)
     return sorted(

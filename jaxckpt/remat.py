@@ -100,7 +100,7 @@ def jax_policy(policy: Policy) -> Callable[..., Any]:
 def checkpoint(
     fn: Callable[..., Any], policy: Policy, *, in_loop: bool
 ) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function under a policy other than ``none``.
+    """`jax.checkpoint` of a function; under ``none`` the function itself.
 
     Args:
       fn: a function; arguments and results may hold things that are no arrays.
@@ -109,6 +109,9 @@ def checkpoint(
         one iteration. Only there XLA cannot merge the recomputation back into the
         forward pass, so only there the barriers of ``prevent_cse`` are left out.
     """
+
+    if policy == NONE:
+        return fn
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jaxckpt.layers import LayerPlan, Layers, Run, layer_plan
-from jaxckpt.policies import FULL, NONE, PolicyError
+from jaxckpt.policies import PolicyError
 from jaxckpt.remat import checkpoint
 
 Tree = Any
@@ -148,42 +148,30 @@ def _scan_runs(body: Body, runs: Sequence[Run], carry, values):
 
 def _iteration(body: Body, run: Run) -> Body:
     """One iteration of a run: a layer or a group, checkpointed."""
-    looped = in_loop(run, scan=True)
-    if run.is_group:
-        return checkpoint(
-            lambda carry, values: _scan_runs(body, run.body, carry, values),
-            FULL,
-            in_loop=looped,
-        )
-    if run.body == NONE:
-        return body
-    return checkpoint(body, run.body, in_loop=looped)
+
+    def group(carry, values):
+        return _scan_runs(body, run.group, carry, values)
+
+    once = group if run.group else body
+    return checkpoint(once, run.policy, in_loop=in_loop(run, scan=True))
 
 
 def _unroll(body: Body, plan: LayerPlan, carry, values):
-    outputs = {}
-
     def layers(runs: Sequence[Run], start: int, carry):
         """Straight-line code for some runs; returns the outputs of its layers."""
         found = []
         for run in runs:
             for _ in range(run.count):
-                if run.is_group:
-                    group = checkpoint(
-                        lambda carry, run=run, start=start: layers(
-                            run.body, start, carry
-                        ),
-                        FULL,
-                        in_loop=False,
-                    )
-                    carry, inner = group(carry)
-                    found += inner
-                else:
-                    layer = body
-                    if run.body != NONE:
-                        layer = checkpoint(body, run.body, in_loop=False)
-                    carry, output = layer(carry, values[f"layer_{start}"])
-                    found.append(output)
+
+                def once(carry, run=run, start=start):
+                    if run.group:
+                        return layers(run.group, start, carry)
+                    carry, output = body(carry, values[f"layer_{start}"])
+                    return carry, [output]
+
+                looped = in_loop(run, scan=False)
+                carry, outputs = checkpoint(once, run.policy, in_loop=looped)(carry)
+                found += outputs
                 start += run.layers_per_iteration
         return carry, found
 
@@ -199,7 +187,7 @@ def _split_runs(runs: Sequence[Run], layers: list[Tree]) -> dict[str, Tree]:
         for _ in range(run.count):
             chunk = layers[start : start + run.layers_per_iteration]
             iterations.append(
-                _split_runs(run.body, chunk) if run.is_group else chunk[0]
+                _split_runs(run.group, chunk) if run.group else chunk[0]
             )
             start += run.layers_per_iteration
         split[f"run_{index}"] = jax.tree.map(_stack_leaves, *iterations)
@@ -212,7 +200,7 @@ def _merge_runs(runs: Sequence[Run], split: dict[str, Tree]) -> list[Tree]:
         tree = split[f"run_{index}"]
         for i in range(run.count):
             iteration = jax.tree.map(lambda leaf, i=i: leaf[i], tree)
-            layers += _merge_runs(run.body, iteration) if run.is_group else [iteration]
+            layers += _merge_runs(run.group, iteration) if run.group else [iteration]
     return layers
 
 

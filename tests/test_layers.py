@@ -50,7 +50,7 @@ def expanded(runs) -> list[Policy]:
     """The policy of every layer, first to last."""
     layers = []
     for run in runs:
-        body = expanded(run.body) if run.is_group else [run.body]
+        body = expanded(run.group) if run.group else [run.policy]
         layers += run.count * body
     return layers
 

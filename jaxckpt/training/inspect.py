@@ -97,9 +97,8 @@ def layer_residuals(
 
     @functools.cache
     def residuals(policy: Policy) -> list[Residual]:
-        layer = apply if policy == NONE else checkpoint(apply, policy, in_loop=True)
         return block_residuals(
-            layer,
+            checkpoint(apply, policy, in_loop=True),
             nn.unbox(boxed),
             x,
             key,
