@@ -5,8 +5,10 @@ traceback: an unexpected error is one line, with the traceback in a file it name
 """
 
 import contextlib
+import functools
 import importlib.util
 import io
+import itertools
 import os
 import re
 import sys
@@ -36,7 +38,10 @@ def parse(config: Any, *, prog: str, args: list[str] | None = None) -> Any:
     try:
         with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
             return tyro.cli(type(config), default=config, prog=prog, args=args)
-    except SystemExit:
+    except SystemExit as exit:
+        error = exit.__cause__ or exit.__context__
+        if error and type(error).__module__.startswith("jaxckpt"):
+            fail(prog, str(error), code=2)  # tyro would wrap it into a box
         flags = re.findall(r"--[a-z][a-z0-9-]*", _usage(config, prog))
         fail(prog, _first_message(messages.getvalue(), flags), code=2)
 
@@ -53,6 +58,7 @@ def value_of(flag: str, args: list[str], default: str) -> str:
 
 def run(main: Callable[[], None], *, prog: str) -> NoReturn:
     """Runs a command and ends the process with its exit code."""
+    sys.unraisablehook = functools.partial(_drop_closed_loop, sys.unraisablehook)
     try:
         main()
     except KeyboardInterrupt:
@@ -91,6 +97,12 @@ def choose_platform() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
+def _drop_closed_loop(otherwise: Callable[[Any], Any], unraisable: Any) -> None:
+    """Drops what TensorStore's writes that outlive a failed one complain of."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        otherwise(unraisable)
+
+
 def _usage(config: Any, prog: str) -> str:
     text = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
@@ -99,14 +111,11 @@ def _usage(config: Any, prog: str) -> str:
 
 
 def _first_message(output: str, flags: list[str]) -> str:
-    """The sentence inside the box that tyro draws, on one line."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in output.splitlines()]
-    text = []
-    for line in lines[1:]:
-        if not line:
-            break
-        text.append(line)
-    message = " ".join(text)
+    """The sentence inside the box that tyro draws, below its title, on one line."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in output.splitlines()][1:]
+    paragraphs = itertools.groupby(lines, key=lambda line: bool(line.strip("- ")))
+    message = next((" ".join(text) for is_text, text in paragraphs if is_text), "")
+    message = message.removeprefix("Error parsing ")
     unknown = re.search(r"(--[\w-]+)", message)
     if message.startswith("Unrecognized") and unknown:
         message += "." + nearest(unknown[1].replace("_", "-"), flags)

@@ -181,7 +181,7 @@ def _warnings(step: CompiledStep, row: dict, base: dict, platform: str) -> list[
     unknown = [key for key in MEMORY_FIELDS if row[key] is None]
     if unknown:
         found.append(f"unknown on this backend: {', '.join(unknown)}")
-    return found
+    return list(dict.fromkeys(found))  # policies of one plan share names
 
 
 def _kept(residuals: Sequence[Residual]) -> list[tuple[str, int]]:
@@ -211,14 +211,14 @@ def print_receipt(receipt: dict[str, Any], console: Console) -> None:
     step, base = receipt["step"], receipt["without_remat"]
     memory = Table(title="per device, compiled by XLA", title_justify="left")
     memory.add_column("memory")
-    memory.add_column(receipt["requested"], justify="right")
+    memory.add_column("with this policy", justify="right")
     memory.add_column("without remat", justify="right")
     for key, title in zip(MEMORY_FIELDS, _MEMORY_TITLES, strict=True):
         memory.add_row(title, format_bytes(step[key]), format_bytes(base[key]))
 
     flops = Table(title="matmul FLOPs of a step, counted", title_justify="left")
     flops.add_column("phase")
-    flops.add_column(receipt["requested"], justify="right")
+    flops.add_column("with this policy", justify="right")
     flops.add_column("without remat", justify="right")
     for phase in step["flops"]:
         flops.add_row(
@@ -251,7 +251,8 @@ def print_receipt(receipt: dict[str, Any], console: Console) -> None:
     verdict.append(f"applied  {receipt['applied']}\n")
     saving = step["activation_saving"]
     saves = "unknown" if saving is None else f"{saving:.1%} of temporary memory"
-    verdict.append(f"saves    {saves}\n", style="bold green" if saving else "")
+    good = saving is not None and saving >= _NOTHING_SAVED
+    verdict.append(f"saves    {saves}\n", style="bold green" if good else "")
     verdict.append(
         f"costs    {step['recompute_fraction']:.1%} more matmul FLOPs", style="bold"
     )

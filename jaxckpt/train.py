@@ -60,36 +60,51 @@ def _train(config: TrainConfig) -> None:
         config = dataclasses.replace(
             config, architecture=dataclasses.replace(architecture, attention=chosen)
         )
-    Path(config.workdir).mkdir(parents=True, exist_ok=True)
-    mesh = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-    console.print(
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
+    kind, count = devices[0].device_kind, len(devices)
+    where = f"1 {kind} device"
+    if count > 1:
+        mesh = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        where = f"{count} {kind} devices ({mesh})"
+    say(
         f"{config.model}: {architecture.num_params / 1e6:,.2f} M parameters on "
-        f"{len(devices)} {devices[0].device_kind} device(s) ({mesh}), policy "
-        f"{config.policy}, in {config.workdir}",
-        highlight=False,
+        f"{where}, policy {config.policy}, in {config.workdir}"
     )
     if chosen != config.architecture.attention:
         reason = "XLA attention, as asked"
     placement = make_placement(sizes, devices, config.sequence_parallel)
     result = train(config, placement, [reason], console)
-    losses = ""
-    if result.first_loss is not None:
-        losses = f"loss {result.first_loss:.3f} -> {result.last_loss:.3f}, "
-    losses += ", ".join(
+    parts = []
+    if result.first_loss is None:
+        parts.append("nothing was left to do; a larger --steps goes on")
+    else:
+        parts.append(f"loss {result.first_loss:.3f} -> {result.last_loss:.3f}")
+    parts += [
         f"validation {value:.3f} {unit.replace('_', ' ')}"
         for unit, value in result.validation.items()
-    )
-    console.print(f"\nstep {result.steps}: {losses}", highlight=False)
-    console.print(f"receipt, metrics and snapshots are in {config.workdir}")
+    ]
+    say(f"\nstep {result.steps}: {', '.join(parts)}")
+    say(f"receipt, metrics and snapshots are in {config.workdir}")
 
 
 def _check_workdir(config: TrainConfig) -> None:
-    workdir = Path(config.workdir)
-    if config.resume and not (workdir / "snapshots").is_dir():
-        raise ConfigError(f"--resume: no snapshot in {workdir}")
-    if not config.resume and (workdir / "snapshots").exists():
+    """Resuming needs a complete snapshot, and starting needs that there is none."""
+    folder = Path(config.workdir) / "snapshots"
+    # While it is being written, a snapshot has another name than its step.
+    complete = folder.is_dir() and any(
+        entry.name.isdecimal() for entry in folder.iterdir()
+    )
+    if config.resume and not complete:
         raise ConfigError(
-            f"{workdir} holds a run already; add --resume, or choose another --workdir"
+            f"--resume: no complete snapshot in {folder}; without --resume the run "
+            "starts anew there"
+        )
+    if complete and not config.resume:
+        raise ConfigError(
+            f"{config.workdir} holds a run already; add --resume, or choose another "
+            "--workdir"
         )
 
 

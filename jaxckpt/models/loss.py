@@ -62,9 +62,9 @@ def _forward(hidden, kernel, targets, weights, num_chunks):
             excess = jax.nn.softmax(logits) - _one_hot(targets, logits)
             excess = (excess * weights[..., None]).astype(hidden.dtype)
             hidden_gradient = jnp.einsum("btv,dv->btd", excess, kernel)
-            kernel_gradient += jnp.einsum(
-                "btd,btv->dv", hidden, excess, preferred_element_type=jnp.float32
-            )
+            # In the compute dtype, as every other kernel's: float32 would make the
+            # largest array of the step twice as large before it is reduced.
+            kernel_gradient += jnp.einsum("btd,btv->dv", hidden, excess)
         total += jnp.sum(losses * weights)
         return (total, kernel_gradient), (hidden_gradient, losses)
 

@@ -112,7 +112,10 @@ class Transformer(nn.Module):
     ) -> Float[Array, "batch time dim"]:
         """Final hidden states, normalized, in the compute dtype."""
         dtype = self.config.compute_dtype
-        x = jnp.take(self.embedding.astype(dtype), tokens, axis=0)
+        # Looked up where the table's columns are, then sent to the sequences' devices.
+        tokens = self.constrain(tokens, ("replicas", "time"))
+        x = jnp.take(self.embedding, tokens, axis=0).astype(dtype)
+        x = self.constrain(x, ("replicas", "time", "embed"))
         if self.config.positions == "learned":
             x += self.position_embedding[: tokens.shape[1]].astype(dtype)
         x = self.embedding_dropout(x, deterministic=deterministic)
@@ -131,7 +134,10 @@ class Transformer(nn.Module):
 
     def _output_kernel(self) -> Float[Array, "dim vocab"]:
         kernel = self.embedding.T if self.config.tied_embedding else self.lm_head
-        return kernel.astype(self.config.compute_dtype)
+        kernel = kernel.astype(self.config.compute_dtype)
+        # Cut in vocab over all weight shards: neither the kernel nor its gradient is
+        # ever whole, only a chunk of the hidden states travels.
+        return self.constrain(kernel, ("residual", "loss_vocab"))
 
 
 class Block(nn.Module):
@@ -178,8 +184,8 @@ class Block(nn.Module):
             dropout_rate=rate,
             dropout_key=self.make_rng("dropout") if rate else None,
         )
-        axes = ("heads", "head_dim", "embed")
-        out = self._dense(context, "out_proj", (config.dim,), axes, inputs=2)
+        context = context.reshape(*context.shape[:2], -1)
+        out = self._dense(context, "out_proj", (config.dim,), _OUTPUT_AXES)
         return checkpoint_name(out, "out_proj")
 
     def _mlp(self, y):
@@ -194,23 +200,23 @@ class Block(nn.Module):
             y = nn.silu(up("mlpwi_0")) * up("mlpwi_1")
         else:
             y = nn.gelu(up("mlpwi"))
-        y = self._dense(y, "mlpwo", (config.dim,), ("mlp", "embed"))
+        y = self._dense(y, "mlpwo", (config.dim,), _OUTPUT_AXES)
         return checkpoint_name(y, "mlpwo")
 
-    def _dense(self, x, name, features, axes, inputs: int = 1):
-        """A projection over the last ``inputs`` axes, in the compute dtype."""
+    def _dense(self, x, name, features, axes):
+        """A projection over the last axis, in the compute dtype."""
         return nn.DenseGeneral(
             features,
-            axis=tuple(range(-inputs, 0)),
             use_bias=self.config.bias,
             dtype=self.config.compute_dtype,
             kernel_init=_partitioned(nn.initializers.lecun_normal(), *axes),
-            bias_init=_partitioned(nn.initializers.zeros, *axes[inputs:]),
+            bias_init=_partitioned(nn.initializers.zeros, *axes[1:]),
             name=name,
         )(x)
 
 
 _FULL_TIME = ("batch", "time", "residual")
+_OUTPUT_AXES = ("joined", "residual")  # kernels back into the residual stream
 
 
 def rotary(

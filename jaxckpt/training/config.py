@@ -1,6 +1,7 @@
 """The configuration of a training run, checked before JAX is even imported."""
 
 import dataclasses
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class TrainConfig:
     workdir: str = ""
     """Folder for metrics, receipt and snapshots. Default: a new one under runs/."""
     resume: bool = False
-    """Go on from the last snapshot in --workdir, under any policy or mesh."""
+    """Go on from the last snapshot in --workdir, under any policy or mesh. A run killed
+    before its first snapshot starts anew, without this flag."""
     steps: int = 200
     """Optimizer steps in all."""
     batch_size: int = 16
@@ -71,34 +73,30 @@ class TrainConfig:
     ] = PRESETS["tiny"]
 
     def __post_init__(self):
-        for field in ("steps", "batch_size", "accumulate", "eval_batches"):
+        for field in _POSITIVE:
             _require(getattr(self, field) > 0, field, self, "must be positive")
-        for field in (
-            "seq_len",
-            "virtual_devices",
-            "warmup_steps",
-            "eval_every",
-            "snapshot_every",
-            "weight_decay",
-            "learning_rate",
-        ):
-            _require(getattr(self, field) >= 0, field, self, "must not be negative")
-        for field in ("clip_norm", "keep_snapshots"):
-            _require(getattr(self, field) > 0, field, self, "must be positive")
-        _require(self.seed >= 0, "seed", self, "must not be negative")
-        if self.batch_size % self.accumulate:
-            raise ConfigError(
-                f"batch_size {self.batch_size} does not divide by accumulate "
-                f"{self.accumulate}: use batch_size "
-                f"{_round_up(self.batch_size, self.accumulate)}"
-            )
+        for field in _NOT_NEGATIVE:
+            _require(getattr(self, field) >= 0, field, self, "must be 0 or more")
+        for field in ("weight_decay", "learning_rate", "clip_norm"):
+            _require(math.isfinite(getattr(self, field)), field, self, "is not finite")
+        _require(
+            self.seed < 2**31, "seed", self, f"is too large; use {2**31 - 1} at most"
+        )
+        _require(
+            self.batch_size % self.accumulate == 0,
+            "batch_size",
+            self,
+            f"does not divide by --accumulate={self.accumulate}; use "
+            f"--batch-size={_round_up(self.batch_size, self.accumulate)}",
+        )
         if self.architecture.positions == "learned":
+            most = self.architecture.max_seq_len
             _require(
-                self.sequence_length <= self.architecture.max_seq_len,
+                self.sequence_length <= most,
                 "seq_len",
                 self,
-                f"exceeds the model's {self.architecture.max_seq_len} learned "
-                "positions; raise --max-seq-len",
+                f"exceeds the model's {most} learned positions; use --seq-len={most} "
+                "or less, or raise --max-seq-len",
             )
         if self.resume and not self.workdir:
             raise ConfigError("--resume needs --workdir, the folder of the run")
@@ -131,6 +129,26 @@ class TrainConfig:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
+_POSITIVE = (
+    "steps",
+    "batch_size",
+    "accumulate",
+    "eval_batches",
+    "clip_norm",
+    "keep_snapshots",
+)
+_NOT_NEGATIVE = (
+    "seq_len",
+    "virtual_devices",
+    "warmup_steps",
+    "eval_every",
+    "snapshot_every",
+    "weight_decay",
+    "learning_rate",
+    "seed",
+)
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """Reads ``data:2,fsdp:4``; empty text gives an empty dict.
 
@@ -142,59 +160,112 @@ def parse_mesh(text: str) -> dict[str, int]:
       {'fsdp': 4, 'tensor': 2}
     """
     sizes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        axis, colon, size = (piece.strip() for piece in part.partition(":"))
+    for part in text.split(",") if text.strip() else ():
+        axis, _, size = (piece.strip() for piece in part.partition(":"))
         if axis not in MESH_AXES:
             raise ConfigError(
-                f"unknown mesh axis {axis!r}.{nearest(axis, MESH_AXES)} "
+                f"--mesh={text}: unknown axis {axis!r}.{nearest(axis, MESH_AXES)} "
                 f"Known: {', '.join(MESH_AXES)}"
             )
-        if not colon or not size.isdecimal() or int(size) < 1 or axis in sizes:
-            raise ConfigError(f"{part.strip()!r} is not AXIS:DEVICES, as in data:2")
+        if axis in sizes:
+            raise ConfigError(f"--mesh={text}: {axis} is given twice")
+        if not size.isdecimal() or int(size) < 1:
+            raise ConfigError(
+                f"--mesh={text}: {axis} needs a number of devices, as in {axis}:2"
+            )
         sizes[axis] = int(size)
     return sizes
 
 
 def resolve_mesh(text: str, num_devices: int) -> dict[str, int]:
-    """Mesh sizes for the devices there are; no text puts all of them on fsdp."""
+    """Mesh sizes for the devices there are; no text puts all of them on fsdp.
+
+    Raises:
+      ConfigError: the mesh does not hold just as many.
+    """
     sizes = parse_mesh(text) or {"fsdp": num_devices}
     needed = math.prod(sizes.values())
     if needed != num_devices:
         raise ConfigError(
-            f"mesh {text} needs {needed} devices and there are {num_devices}"
-            + (f"; --virtual-devices={needed} makes that many of a CPU")
+            f"--mesh={text} needs {needed} devices and there are {num_devices}; "
+            f"--virtual-devices={needed} makes that many of a CPU"
         )
     return sizes
 
 
 def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
-    """Refuses sizes that a mesh would cut unevenly, with the sizes that would do."""
+    """Refuses sizes that a mesh would cut unevenly, with the sizes that would do.
+
+    Raises:
+      ConfigError: naming the flag, and its nearest value that would do.
+    """
+    data, fsdp, tensor = (sizes.get(axis, 1) for axis in MESH_AXES)
     model = config.architecture
-    data = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    fsdp, tensor = sizes.get("fsdp", 1), sizes.get("tensor", 1)
-    wanted = [
-        ("batch_size", config.batch_size, data * config.accumulate, "data x fsdp"),
-        ("dim", model.dim, fsdp, "fsdp"),
-        ("num_heads", model.num_heads, tensor, "tensor"),
-        ("num_kv_heads", model.kv_heads, tensor, "tensor"),
-        ("mlp_dim", model.mlp_dim, tensor, "tensor"),
-        ("vocab_size", model.vocab_size, tensor, "tensor"),
+    joined = fsdp * tensor  # what the output projections contract is cut over both
+    of_heads = ("dim", joined, "fsdp x tensor")
+    if model.head_dim:  # then heads x head_dim is another size than dim
+        parts = joined // math.gcd(joined, model.head_dim)
+        of_heads = ("num_heads", parts, "what head_dim leaves of fsdp x tensor")
+    uses = [
+        ("batch_size", data * fsdp * config.accumulate, "data x fsdp x accumulate"),
+        ("dim", fsdp, "fsdp"),
+        ("num_heads", tensor, "tensor"),
+        of_heads,
+        ("num_kv_heads", tensor, "tensor"),
+        ("mlp_dim", joined, "fsdp x tensor"),
+        ("vocab_size", tensor, "tensor"),
     ]
     if config.sequence_parallel:
-        wanted.append(("seq_len", config.sequence_length, tensor, "tensor"))
-    for field, value, parts, axis in wanted:
-        if value % parts:
+        uses.append(("seq_len", tensor, "tensor"))
+    for field, parts, axes in uses:
+        if _size(config, field) % parts:
             raise ConfigError(
-                f"{field} {value} does not divide over {axis} = {parts}"
-                f"{' micro-batch slices' if field == 'batch_size' else ''}: use "
-                f"--{field.replace('_', '-')}={_round_up(value, parts)}"
+                f"{_flag(field)}={_size(config, field)} does not divide over {axes} = "
+                f"{parts}; {_that_would_do(config, field, parts)}"
             )
+
+
+def _that_would_do(config: TrainConfig, field: str, parts: int) -> str:
+    """The nearest multiple that makes a valid configuration, larger ones first."""
+    size = _size(config, field)
+    above = range(_round_up(size, parts), 8 * _round_up(size, parts) + 1, parts)
+    below = range(size // parts * parts, 0, -parts)
+    for value in itertools.chain(above, below):
+        try:
+            _with(config, field, value)
+        except ConfigError:
+            continue
+        return f"use {_flag(field)}={value}"
+    return f"no {_flag(field)} does here; use a smaller --mesh"
+
+
+def _size(config: TrainConfig, field: str) -> int:
+    """The size that a field stands for, where 0 means another field's."""
+    model = config.architecture
+    derived = {
+        "num_kv_heads": model.kv_heads,
+        "head_dim": model.size_of_head,
+        "seq_len": config.sequence_length,
+    }
+    if field in derived:
+        return derived[field]
+    return getattr(config if hasattr(config, field) else model, field)
+
+
+def _with(config: TrainConfig, field: str, value: int) -> TrainConfig:
+    if hasattr(config, field):
+        return dataclasses.replace(config, **{field: value})
+    model = dataclasses.replace(config.architecture, **{field: value})
+    return dataclasses.replace(config, architecture=model)
 
 
 def _require(condition: bool, field: str, config: TrainConfig, problem: str) -> None:
     if not condition:
-        value = getattr(config, field)
-        raise ConfigError(f"--{field.replace('_', '-')}={value} {problem}")
+        raise ConfigError(f"{_flag(field)}={_size(config, field)} {problem}")
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,5 +1,6 @@
 """The training loop: prepare everything that can fail, then run steps to the end."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from jaxckpt.training.data import batches, validation_batches
 from jaxckpt.training.inspect import inspect_run
 from jaxckpt.training.metrics import MetricsLog
 from jaxckpt.training.sharding import Placement
-from jaxckpt.training.snapshot import Snapshots
+from jaxckpt.training.snapshot import Snapshots, from_canonical
 from jaxckpt.training.step import Program, State, make_program
 
 
@@ -65,7 +66,8 @@ def train(
     Raises:
       PolicyError, ConfigError, DataError, SnapshotError, MetricsError: bad input,
         before anything compiles.
-      TrainingError: the loss is no number, or a snapshot could not be written.
+      TrainingError: the loss or the gradient is no number.
+      SaveError: a snapshot could not be written.
     """
     workdir = Path(config.workdir)
     corpus = load_corpus(
@@ -74,31 +76,30 @@ def train(
         seq_len=config.sequence_length,
     )
     program = make_program(config, placement)
-    snapshots = Snapshots(workdir / "snapshots", config.keep_snapshots)
-    position, first_step = 0, 0
-    if config.resume:
-        meta = snapshots.read_meta(config.architecture)
-        position, first_step = meta["position"], snapshots.last_step
-    config.save(workdir / "config.json")
-    console.print(f"data: {corpus.description}", highlight=False)
+    with (
+        Snapshots(workdir / "snapshots", config.keep_snapshots) as snapshots,
+        contextlib.ExitStack() as stack,
+    ):
+        saved = snapshots.read(program) if config.resume else None
+        position, first_step = (saved.position, saved.step) if saved else (0, 0)
+        log = MetricsLog(workdir / "metrics.jsonl", first_step)
+        stack.callback(log.close)
+        config.save(workdir / "config.json")
+        console.print(f"data: {corpus.description}", highlight=False, soft_wrap=True)
 
-    with console.status("tracing the model") as status:
-        inspected = inspect_run(
-            config, placement, program, notes=notes, progress=status.update
-        )
-        write_receipt(inspected.receipt, workdir / "receipt.json")
-        status.update("loading the snapshot" if config.resume else "first weights")
-        state = snapshots.restore(program) if config.resume else program.init()
-    print_warnings(inspected.receipt, console)
+        with console.status("tracing the model") as status:
+            inspected = inspect_run(
+                config, placement, program, notes=notes, progress=status.update
+            )
+            write_receipt(inspected.receipt, workdir / "receipt.json")
+            status.update("loading the weights")
+            state = from_canonical(program, saved.state) if saved else program.init()
+            del saved  # a copy in host memory
+        print_warnings(inspected.receipt, console)
 
-    log = MetricsLog(workdir / "metrics.jsonl", first_step)
-    run = _Run(config, program, inspected.compiled_step, corpus, snapshots, log)
-    try:
+        run = _Run(config, program, inspected.compiled_step, corpus, snapshots, log)
         with _progress(console) as progress:
             run.steps(state, first_step, position, progress)
-    finally:
-        log.close()
-    snapshots.close()
     print_receipt(inspected.receipt, console)
     return TrainResult(
         steps=max(config.steps, first_step),
@@ -168,11 +169,9 @@ class _Run:
         values = {name: float(value) for name, value in metrics.items()}  # waits
         seconds = time.perf_counter() - clock
         loss = values["loss"]
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"loss is {loss} at step {step}; the last snapshot is of step "
-                f"{self.snapshots.last_step or 0}. A lower --learning-rate may help"
-            )
+        for name, title in ("loss", "loss"), ("grad_norm", "the gradient's norm"):
+            if not math.isfinite(values[name]):
+                raise TrainingError(self._not_finite(title, values[name], step))
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self.last_loss = loss
         tokens = values.pop("tokens")
@@ -182,6 +181,15 @@ class _Run:
             "step_seconds": round(seconds, 6),
             "tokens_per_second": round(tokens / seconds, 1),
         }
+
+    def _not_finite(self, title: str, value: float, step: int) -> str:
+        self.snapshots.finish()
+        last = self.snapshots.last_step
+        from_there = f"the last snapshot is of step {last}" if last else "no snapshot"
+        return (
+            f"{title} is {value} at step {step}; {from_there}. "
+            "A lower --learning-rate may help"
+        )
 
     def _validate(self, state: State) -> dict[str, float]:
         total = weight = 0.0
@@ -210,7 +218,11 @@ class _Run:
         status = self._status(record)
         progress.update(bar, completed=step, status=status)
         if not progress.console.is_terminal and step % max(last // 10, 1) == 0:
-            progress.console.print(f"step {step}/{last}  {status}", highlight=False)
+            progress.console.print(
+                f"step {step}/{last}  {status}",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     def _status(self, record: dict[str, Any]) -> str:
         parts = [

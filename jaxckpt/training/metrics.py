@@ -1,5 +1,6 @@
 """``metrics.jsonl``: one JSON line per optimizer step, in order, without gaps."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ class MetricsLog:
     """Appends one line per step.
 
     A run that was killed has lines for steps after its last snapshot; resuming drops
-    them, since those steps run again.
+    them, since those steps run again. A run that starts anew leaves the lines of an
+    earlier one in a file beside, ``metrics-1.jsonl``.
 
     Args:
       path: the file.
@@ -25,10 +27,12 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, last_step: int):
-        if path.exists():
+        if path.exists() and not last_step:
+            _move_aside(path)
+        elif path.exists():
             kept = _lines_up_to(path, last_step)
             partial = path.with_suffix(".tmp")
-            partial.write_text("".join(kept))
+            partial.write_bytes(b"".join(kept))
             partial.replace(path)
         self._file = path.open("a")
 
@@ -40,18 +44,25 @@ class MetricsLog:
         self._file.close()
 
 
-def _lines_up_to(path: Path, last_step: int) -> list[str]:
-    lines = path.read_text().splitlines(keepends=True)
+def _move_aside(path: Path) -> None:
+    if not path.stat().st_size:
+        return
+    others = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(1))
+    path.rename(next(other for other in others if not other.exists()))
+
+
+def _lines_up_to(path: Path, last_step: int) -> list[bytes]:
+    lines = path.read_bytes().splitlines(keepends=True)
     kept = []
     for number, line in enumerate(lines, start=1):
         try:
-            step = json.loads(line)["step"]
+            step = int(json.loads(line)["step"])
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):
                 break
             raise MetricsError(
-                f"{path}:{number} is no metrics line; move the file away to resume"
+                f"{path}:{number}: not a metrics line; move the file away to resume"
             ) from error
         if step <= last_step:
-            kept.append(line if line.endswith("\n") else line + "\n")
+            kept.append(line if line.endswith(b"\n") else line + b"\n")
     return kept

@@ -20,13 +20,18 @@ from jaxckpt.training.config import MESH_AXES
 
 _RULES: dict[str, Any] = {
     "batch": ("data", "fsdp"),
+    "replicas": "data",  # the batch, gathered over fsdp
     "time": None,
     "residual": None,
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    # What the output projections contract. fsdp cuts every kernel's first axis:
+    # gathered along a later one, XLA:GPU keeps transposed copies of all layers'.
+    "joined": ("tensor", "fsdp"),
     "vocab": "tensor",
+    "loss_vocab": ("tensor", "fsdp"),
     "head_dim": None,
     "norm": None,
     "positions": None,

@@ -24,7 +24,26 @@ FORMAT = 1
 
 
 class SnapshotError(ValueError):
-    """A snapshot that cannot be written or continued from. One line, with its path."""
+    """A snapshot that cannot be continued from. One line, with its path."""
+
+
+class SaveError(RuntimeError):
+    """A snapshot that could not be written. One line, with its path."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A snapshot in host memory.
+
+    Attributes:
+      step: optimizer steps done.
+      position: sequences of training data consumed.
+      state: in the canonical layout, numpy arrays; see `from_canonical`.
+    """
+
+    step: int
+    position: int
+    state: dict[str, Any]
 
 
 class Snapshots:
@@ -33,20 +52,40 @@ class Snapshots:
     Args:
       folder: where they are; made when missing.
       keep: how many to keep.
+
+    As a context manager it waits at the end until everything is written.
     """
 
     def __init__(self, folder: Path, keep: int):
-        # Orbax logs each save on the root logger's children; errors still raise.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        # Orbax logs each save, and the traceback of an error that it raises as well.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._folder = folder.absolute()
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
-                enable_async_checkpointing=True,
-                create=True,
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=True,
+            create=True,
+            # Else the writing threads wait ten minutes for a folder that failed.
+            async_options=ocp.options.AsyncOptions(
+                create_directories_asynchronously=False
             ),
         )
+        try:
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
+        except OSError as error:
+            raise SnapshotError(
+                f"no snapshots can go to {self._folder}: {error.strerror or error}"
+            ) from error
+
+    def __enter__(self) -> "Snapshots":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            self.finish()
+            self._manager.close()
+        except Exception:
+            if error is None:  # what ended the run is told before a failed save
+                raise
 
     @property
     def last_step(self) -> int | None:
@@ -62,7 +101,8 @@ class Snapshots:
           position: sequences of training data consumed so far.
 
         Raises:
-          SnapshotError: this or an earlier snapshot could not be written.
+          SaveError: this snapshot could not be written; one that fails later is
+            raised by `check`.
         """
         meta = {
             "format": FORMAT,
@@ -71,39 +111,50 @@ class Snapshots:
         }
         step = int(state["step"])
         try:
-            self._manager.save(
+            started = self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(to_canonical(program, state)),
                     meta=ocp.args.JsonSave(meta),
                 ),
             )
-            self.check()
         except Exception as error:
-            raise self._failure("cannot be written", step, error) from error
+            raise self._save_error(error) from error
+        if not started:
+            raise SaveError(f"{self._folder} holds a snapshot of step {step} or later")
 
     def check(self) -> None:
-        """Raises SnapshotError when a snapshot being written has failed."""
+        """Raises SaveError when a snapshot being written has failed."""
         try:
             self._manager.check_for_errors()
         except Exception as error:
-            raise self._failure("cannot be written", "", error) from error
+            raise self._save_error(error) from error
 
-    def close(self) -> None:
-        """Waits until everything is written."""
+    def finish(self) -> None:
+        """Waits until everything is written; raises SaveError when it cannot be."""
         try:
             self._manager.wait_until_finished()
-            self._manager.close()
         except Exception as error:
-            raise self._failure("cannot be written", "", error) from error
+            raise self._save_error(error) from error
 
-    def read_meta(self, config: ModelConfig) -> dict[str, Any]:
-        """The last snapshot's facts, checked against the model to go on with.
+    def read(self, program: Program) -> Saved:
+        """The last snapshot, checked against the model to go on with.
 
         Raises:
           SnapshotError: there is none, it is not jaxckpt's, it cannot be read, or
             its model differs (the fields are named).
         """
+        meta = self._read_meta(program.model.config)
+        target = jax.eval_shape(lambda state: _canonical(program, state), program.state)
+        as_numpy = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target
+        )
+        state = self._restore(
+            state=ocp.args.PyTreeRestore(target, restore_args=as_numpy)
+        )
+        return Saved(self.last_step, meta["position"], state)
+
+    def _read_meta(self, config: ModelConfig) -> dict[str, Any]:
         step = self.last_step
         if step is None:
             raise SnapshotError(
@@ -111,19 +162,16 @@ class Snapshots:
             )
         if not (self._folder / str(step) / "meta").exists():
             raise SnapshotError(f"{self._folder / str(step)} is no jaxckpt snapshot")
+        meta = self._restore(meta=ocp.args.JsonRestore())
         try:
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-            )
-            meta = restored["meta"]
             known = meta["format"] == FORMAT and isinstance(meta["position"], int)
-        except Exception as error:
-            raise self._failure("cannot be read", step, error) from error
+            ours, theirs = _identity(config), dict(meta["model"])
+        except (TypeError, ValueError, KeyError):
+            known = False
         if not known:
             raise SnapshotError(
                 f"{self._folder / str(step)} is no jaxckpt snapshot of format {FORMAT}"
             )
-        ours, theirs = _identity(config), meta["model"]
         differing = [
             f"{field} is {theirs.get(field)} there and {ours.get(field)} here"
             for field in sorted({*ours, *theirs})
@@ -136,30 +184,27 @@ class Snapshots:
             )
         return meta
 
-    def restore(self, program: Program) -> State:
-        """The last snapshot's state, in a program's layout and on its mesh."""
+    def _restore(self, **item: Any) -> Any:
+        """Reads one item of the last snapshot."""
+        (name,) = item
         step = self.last_step
-        target = jax.eval_shape(lambda state: _canonical(program, state), program.state)
-        as_numpy = jax.tree.map(
-            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target
-        )
         try:
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeRestore(target, restore_args=as_numpy)
-                ),
-            )["state"]
+            return self._manager.restore(step, args=ocp.args.Composite(**item))[name]
         except Exception as error:
-            raise self._failure("cannot be read", step, error) from error
-        return from_canonical(program, restored)
+            raise SnapshotError(
+                f"snapshot {self._folder / str(step)} cannot be read; remove it to go "
+                f"on from the one before: {_reason(error)}"
+            ) from error
 
-    def _failure(self, problem: str, step: Any, error: Exception) -> SnapshotError:
-        reason = str(error).strip().splitlines() or [""]
-        return SnapshotError(
-            f"snapshot {self._folder / str(step)} {problem}: "
-            f"{type(error).__name__}: {reason[0]}"
+    def _save_error(self, error: Exception) -> SaveError:
+        return SaveError(
+            f"a snapshot cannot be written to {self._folder}: {_reason(error)}"
         )
+
+
+def _reason(error: Exception) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line[:300]}"
 
 
 def to_canonical(program: Program, state: State) -> dict[str, Any]:

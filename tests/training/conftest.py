@@ -1,6 +1,7 @@
 """A model that compiles in a second, its batches, and runs of it in a folder."""
 
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -35,9 +36,7 @@ def make_config():
         model = model_config("tiny", **{**LLAMA, **(GPT if gpt else {})})
         model = dataclasses.replace(model, **dict(architecture))
         defaults = dict(batch_size=8, steps=20, warmup_steps=2, eval_every=0)
-        return TrainConfig(
-            policy=policy, architecture=model, **{**defaults, **fields}
-        )
+        return TrainConfig(policy=policy, architecture=model, **{**defaults, **fields})
 
     return make
 
@@ -58,6 +57,7 @@ def place():
 def programs(place):
     """``(config, mesh) -> Program``."""
 
+    @functools.cache  # one compilation per configuration
     def make(config, mesh="data:1"):
         return make_program(config, place(mesh, config.sequence_parallel))
 
@@ -112,18 +112,18 @@ def text_file(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def run_training(place, text_file, tmp_path):
-    """``(config, mesh) -> [loss per step]`` of `train` in the test's folder."""
+@pytest.fixture(scope="session")
+def run_training(place, text_file):
+    """``(config, workdir, mesh) -> [loss per step]`` of `train` on the text."""
     from jaxckpt.training.loop import train
 
-    def run(config, mesh="data:1", workdir="run"):
+    def run(config, workdir, mesh="data:1"):
         config = dataclasses.replace(
-            config, workdir=str(tmp_path / workdir), data=(str(text_file),)
+            config, workdir=str(workdir), data=(str(text_file),)
         )
         placement = place(mesh, config.sequence_parallel)
         train(config, placement, [], Console(file=io.StringIO()))
-        lines = (tmp_path / workdir / "metrics.jsonl").read_text().splitlines()
+        lines = (workdir / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
     return run

@@ -456,6 +456,65 @@ def test_a_newline_in_a_path_does_not_break_the_line(tmp_path):
     )
 
 
+# ---------------------------------------------------------------- named for a part
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["val.txt", "valid-1.txt", "validation_00.txt", "Test.v2.txt", "dev 3.txt"],
+)
+def test_files_named_for_validation_are_the_validation_part(tmp_path, name):
+    for other in "a.txt", "train.txt", "train-0.txt", "book.txt", "value.txt":
+        (tmp_path / other).write_text(f"from {other}")
+    for other in "testing.txt", "developer.txt", "invalid.txt", "my-val.txt":
+        (tmp_path / other).write_text(f"from {other}")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / name).write_text("held out")
+    corpus = load(tmp_path)
+    assert bytes(corpus.validation) == b"held out"
+    assert len(documents(corpus.train)) == 9
+    assert b"held out" not in bytes(corpus.train)
+
+
+def test_token_files_named_for_validation(tmp_path):
+    for i, name in enumerate(["train_0.bin", "val_0.bin", "train_1.bin", "val_1.bin"]):
+        np.full(6, i, "<u2").tofile(tmp_path / name)
+    corpus = load(tmp_path)
+    assert corpus.validation.tolist() == [1] * 6 + [3] * 6
+    assert corpus.train.tolist() == [0] * 6 + [2] * 6
+
+
+def test_given_files_named_for_validation_keep_their_rows_together(tmp_path):
+    train = write_jsonl(tmp_path / "train.jsonl", [f"row {i}" for i in range(50)])
+    held_out = write_jsonl(tmp_path / "test.jsonl", ["one", "two", "three"])
+    corpus = load(train, held_out)
+    assert documents(corpus.validation) == [b"one", b"two", b"three"]
+    assert len(documents(corpus.train)) == 50
+
+
+def test_names_that_leave_one_part_empty_do_not_count(tmp_path):
+    for names in ["train-0.txt", "train-1.txt"], ["val.txt", "test.txt"]:
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(f"from {name}")
+        corpus = load(folder)
+        parts = documents(corpus.train) + documents(corpus.validation)
+        assert sorted(parts) == sorted(f"from {name}".encode() for name in names)
+    (tmp_path / "train-0.txt" / "val.txt").write_text("")  # empty, so not there
+    assert len(load(tmp_path / "train-0.txt").validation) == len("from train-0.txt")
+
+
+def test_too_short_a_part_by_name(tmp_path):
+    (tmp_path / "train.txt").write_text("x" * 100)
+    (tmp_path / "val.txt").write_text("y" * 10)
+    assert error(tmp_path, seq_len=10) == (
+        f"{tmp_path}: 10 tokens in files named for validation and 100 in the others; "
+        "--seq-len=10 needs 11 in each"
+    )
+    assert len(load(tmp_path, seq_len=9).validation) == 10
+
+
 # ---------------------------------------------------------------- training batches
 
 

@@ -1,14 +1,29 @@
 """The training step: accumulation, meshes, plans, decay and schedule."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jaxckpt.training.optim import learning_rate_schedule
+from jaxckpt.training.optim import learning_rate_schedule, make_optimizer
 from jaxckpt.training.snapshot import to_canonical
 
-PLANS = ["none", "full", "save:context", "1xnone+2xdots_saveable", "every:2", "sqrt"]
+LAYOUTS = [
+    ("save:context", True),
+    ("1xnone+2xdots_saveable", True),
+    ("every:2", True),
+    ("every:2", False),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_fast():
+    """What is compared here is arithmetic; XLA's fusions would take three times as
+    long to make."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def gradient(state):
@@ -19,7 +34,7 @@ def gradient(state):
 # ---------------------------------------------------------------- accumulation
 
 
-@pytest.mark.parametrize("accumulate", [2, 4, 8])
+@pytest.mark.parametrize("accumulate", [2, 8])
 def test_k1_accumulation_equals_the_full_batch(
     make_config, programs, make_batch, assert_same, accumulate
 ):
@@ -107,7 +122,7 @@ def test_k1_a_batch_of_padding_is_no_nan(make_config, programs, make_batch):
                 sequence_parallel=True,
                 gpt=True,
                 accumulate=2,
-                architecture=dict(num_heads=4, dropout=0.3),
+                architecture=dict(num_layers=2, num_heads=4, dropout=0.3),
             ),
         ),
     ],
@@ -137,8 +152,7 @@ def test_a_mesh_cuts_the_parameters(make_config, programs):
 # ---------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("policy", PLANS[1:])
+@pytest.mark.parametrize("policy, scan_layers", LAYOUTS)
 def test_e3_every_plan_has_the_same_names_and_first_values(
     make_config, programs, assert_same, policy, scan_layers
 ):
@@ -152,17 +166,14 @@ def test_e3_every_plan_has_the_same_names_and_first_values(
     assert_same(first(policy, scan_layers), first("none"), rtol=0)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_g2_every_plan_trains_the_same_with_dropout(
-    make_config, programs, losses, scan_layers
-):
+def test_g2_every_plan_trains_the_same_with_dropout(make_config, programs, losses):
     def train(policy, scan_layers):
         layers = dict(dropout=0.5, attention_dropout=0.2, scan_layers=scan_layers)
         return losses(programs(make_config(policy, architecture=layers)), steps=4)
 
     expected = train("none", True)
-    for policy in "full", "1xnone+2xdots_saveable", "every:2":
-        np.testing.assert_allclose(train(policy, scan_layers), expected, rtol=1e-5)
+    for layout in LAYOUTS[1:3]:
+        np.testing.assert_allclose(train(*layout), expected, rtol=1e-5)
     without = losses(programs(make_config()), steps=4)
     assert np.abs(np.array(without) / expected - 1).max() > 1e-3  # dropout is on
 
@@ -181,44 +192,39 @@ def test_dropout_differs_by_step_and_micro_batch(make_config, programs, make_bat
     both = float(program.step(program.init(), same_rows)[1]["loss"])
     assert abs(both - loss) > 1e-4  # else both micro-batches had one mask
 
-    later = single.init() | {"step": jax.numpy.int32(5)}
+    later = single.init() | {"step": jnp.int32(5)}
     assert abs(float(single.step(later, one_row)[1]["loss"]) - loss) > 1e-4
 
 
 # ---------------------------------------------------------------- optimizer
 
 
-@pytest.mark.parametrize("policy, scan_layers", [*((p, True) for p in PLANS),
-                                                 ("every:2", False)])  # fmt: skip
+@pytest.mark.parametrize("policy, scan_layers", [("none", True), *LAYOUTS[1:]])
 def test_weight_decay_is_of_matrices_whatever_the_plan(
-    make_config, programs, make_batch, policy, scan_layers
+    make_config, programs, policy, scan_layers
 ):
     config = make_config(
         policy,
         gpt=True,
-        batch_size=1,
         learning_rate=0.1,
         warmup_steps=0,
         weight_decay=0.5,
         architecture=dict(scan_layers=scan_layers),
     )
     program = programs(config)
-    before = to_canonical(program, program.init())["params"]
-    # Without a gradient AdamW only decays.
-    batch = make_batch(program, seed=0, weights=np.zeros((1, 16)))
-    after = to_canonical(program, program.step(program.init(), batch)[0])["params"]
-    kinds = {}
-    for (path, old), new in zip(
-        jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
-    ):
-        ratio = (new / np.where(old == 0, 1, old)).max()
-        kinds.setdefault(path[-1].key, set()).add(round(float(ratio), 5))
-    assert kinds == {
-        "embedding": {0.95},
-        "position_embedding": {0.95},
-        "kernel": {0.95},
-        "bias": {0.0},  # starts at 0
-        "scale": {1.0},
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), program.state["params"])
+    no_gradient = jax.tree.map(jnp.zeros_like, params)
+    optimizer = make_optimizer(config)
+    updates, _ = optimizer.update(no_gradient, optimizer.init(params), params)
+    decay = {}
+    for path, update in jax.tree.leaves_with_path(updates):
+        decay.setdefault(path[-1].key, set()).update(np.unique(update).tolist())
+    assert decay == {
+        "embedding": {np.float32(-0.05)},
+        "position_embedding": {np.float32(-0.05)},
+        "kernel": {np.float32(-0.05)},
+        "bias": {0.0},
+        "scale": {0.0},
     }
 
 
@@ -227,7 +233,8 @@ def test_the_gradient_is_clipped_and_its_norm_told(make_config, programs, make_b
     for clip_norm in 1e9, 0.01:
         program = programs(make_config(clip_norm=clip_norm))
         state, metrics = program.step(program.init(), make_batch(program, seed=0))
-        norm = float(optax.global_norm(gradient(state))) / 0.1
+        leaves = jax.tree.leaves(gradient(state))
+        norm = sum(float((leaf**2).sum()) for leaf in leaves) ** 0.5 / 0.1
         found.append((float(metrics["grad_norm"]), norm))
     (free, kept), (told, clipped) = found
     assert free == told > 0.02
