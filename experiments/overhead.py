@@ -64,7 +64,7 @@ def hand_written_step(config: TrainConfig, policy):
         mask = jnp.tril(jnp.ones(logits.shape[-2:], bool))
         probabilities = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))
         context = jnp.einsum("bhts,bshk->bthk", probabilities, v)
-        x += jnp.einsum("bthk,hkd->btd", context, w["out_proj"]["kernel"])
+        x += context.reshape(*x.shape[:2], -1) @ w["out_proj"]["kernel"]
         y = norm(x, w["mlp_norm"]["scale"])
         gate, up = y @ w["mlpwi_0"]["kernel"], y @ w["mlpwi_1"]["kernel"]
         return x + (jax.nn.silu(gate) * up) @ w["mlpwo"]["kernel"], None

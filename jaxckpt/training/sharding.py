@@ -62,10 +62,20 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*parts))
 
     def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
-        """Places an activation inside a jitted function."""
+        """Places an activation inside a jitted function.
+
+        An axis that does not divide (a vocabulary of 50257) is left whole; the sizes
+        that must divide were checked before.
+        """
         if self.mesh.size == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes))
+        spec = list(self.sharding(axes).spec)
+        for index, (size, part) in enumerate(zip(x.shape, spec, strict=True)):
+            mesh_axes = (part,) if isinstance(part, str) else part or ()
+            if size % math.prod(self.mesh.shape[axis] for axis in mesh_axes):
+                spec[index] = None
+        sharding = NamedSharding(self.mesh, PartitionSpec(*spec))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def of_boxed(self, variables: Any) -> Any:
         """Shardings of a tree of Flax partitioned (boxed) variables."""

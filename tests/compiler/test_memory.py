@@ -109,13 +109,13 @@ def stack_temp(plan, scan, platform="cpu"):
 def test_a4_unrolled_remat_saves_on_cpu_only_with_its_option():
     none, full = stack_temp("none", scan=False), stack_temp("full", scan=False)
     assert none - full > (LAYERS - 3) * HIDDEN
-    # Compiled without the option, the CPU merges the recomputation away. No longer
-    # with JAX 0.12.0.1, which saves as much either way.
+    # Without the option, the CPU compiler merges the recomputation away; that of
+    # JAX 0.12.0.1 no longer does.
     without_option = stack_temp("full", scan=False, platform="other")
     if jax.__version_info__ < (0, 11):
         assert without_option > none - HIDDEN
     else:
-        assert without_option == full
+        assert none - without_option > (LAYERS - 3) * HIDDEN
 
 
 def test_a_scan_needs_no_option():

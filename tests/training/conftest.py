@@ -28,6 +28,14 @@ GPT = dict(
 )
 
 
+@pytest.fixture(scope="module")
+def compile_fast():
+    """For comparisons of arithmetic: XLA takes three times as long to fuse it well."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def make_config():
     """``(policy, gpt=False, architecture={}, **fields) -> TrainConfig``."""

@@ -15,6 +15,9 @@ from jaxckpt.training.snapshot import (
     to_canonical,
 )
 
+# test_kill.py has the command's own compilation go on to the last bit.
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 LAYOUTS = [
     ("full", True),
     ("2xnone+3xsave:context", True),
@@ -25,7 +28,7 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def layout_program(make_config, programs):
+def layout_program(compile_fast, make_config, programs):
     def make(policy, scan_layers, mesh="data:1"):
         layers = dict(num_layers=5, scan_layers=scan_layers)
         return programs(make_config(policy, architecture=layers), mesh)
@@ -132,7 +135,7 @@ DROPOUT = dict(dropout=0.3, attention_dropout=0.1)
 
 
 @pytest.fixture(scope="module")
-def straight(make_config, run_training, tmp_path_factory):
+def straight(compile_fast, make_config, run_training, tmp_path_factory):
     """The folder and losses of 10 steps without interruption, snapshots at 5 and 10."""
     workdir = tmp_path_factory.mktemp("straight")
     config = make_config(
@@ -179,7 +182,7 @@ def test_m5_resuming_is_the_same_run(
 
 
 @pytest.fixture(scope="module")
-def written(make_config, programs, tmp_path_factory):
+def written(compile_fast, make_config, programs, tmp_path_factory):
     """A folder with the snapshot of step 0, and its program."""
     folder = tmp_path_factory.mktemp("written")
     program = programs(make_config())

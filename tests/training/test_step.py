@@ -17,13 +17,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_fast():
-    """What is compared here is arithmetic; XLA's fusions would take three times as
-    long to make."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 def gradient(state):
