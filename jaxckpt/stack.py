@@ -186,9 +186,7 @@ def _split_runs(runs: Sequence[Run], layers: list[Tree]) -> dict[str, Tree]:
         iterations = []
         for _ in range(run.count):
             chunk = layers[start : start + run.layers_per_iteration]
-            iterations.append(
-                _split_runs(run.group, chunk) if run.group else chunk[0]
-            )
+            iterations.append(_split_runs(run.group, chunk) if run.group else chunk[0])
             start += run.layers_per_iteration
         split[f"run_{index}"] = jax.tree.map(_stack_leaves, *iterations)
     return split

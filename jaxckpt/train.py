@@ -51,7 +51,6 @@ def _train(config: TrainConfig) -> None:
         getattr(devices[0], "compute_capability", None),
         architecture.compute_dtype,
         architecture.size_of_head,
-        config.sequence_length,
         architecture.attention_dropout,
     )
     if architecture.attention == "cudnn" and chosen != "cudnn":
@@ -60,6 +59,7 @@ def _train(config: TrainConfig) -> None:
         config = dataclasses.replace(
             config, architecture=dataclasses.replace(architecture, attention=chosen)
         )
+
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 

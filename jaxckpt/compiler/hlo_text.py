@@ -9,11 +9,9 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 HOST_SPACE = 5  # XLA's memory space for pinned host memory: ``{1,0:S(5)}``
 
@@ -84,7 +82,9 @@ class Instruction:
 
     def called(self, *kinds: str) -> list[str]:
         """Computations it calls, of the kinds asked for: ``calls``, ``body``, ..."""
-        return [name for kind, name in _CALLED.findall(self.attributes) if kind in kinds]
+        return [
+            name for kind, name in _CALLED.findall(self.attributes) if kind in kinds
+        ]
 
     @property
     def branches(self) -> list[str]:
@@ -119,7 +119,7 @@ class Instruction:
     def numbers(self, attribute: str) -> tuple[int, ...]:
         """A list attribute, such as ``lhs_contracting_dims={1,2}``."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
-        return _ints(found[1]) if found else ()
+        return ints(found[1]) if found else ()
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,34 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class HloText:
-    """A whole program as printed."""
+class HloModule:
+    """A whole program as printed.
+
+    Attributes:
+      computations: by name.
+      entry: the name of the one that runs.
+      num_devices: devices that the program is partitioned over.
+    """
 
     computations: dict[str, Computation]
     entry: str
     num_devices: int
 
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instruction, or, of a fusion, all that is in it."""
+        if not instruction.opcode.startswith("fusion"):
+            yield instruction
+            return
+        for name in instruction.called("calls"):
+            for inner in self.computations[name].instructions.values():
+                yield from self.inside(inner)
 
-def read_hlo(text: str) -> HloText:
+    def operand_shapes(self, instruction: Instruction) -> list[Shape]:
+        known = self.computations[instruction.computation].instructions
+        return [s for name in instruction.operands for s in known[name].shapes]
+
+
+def read_hlo(text: str) -> HloModule:
     """Reads a printed program.
 
     Raises:
@@ -168,80 +187,15 @@ def read_hlo(text: str) -> HloText:
             root = instruction.name if match[1] else root
     sizes = [re.search(rf"\b{key}=(\d+)", lines[0]) for key in _DEVICE_COUNTS]
     num_devices = math.prod(int(size[1]) for size in sizes if size)
-    return HloText(computations, entry, num_devices)
+    return HloModule(computations, entry, num_devices)
 
 
 _DEVICE_COUNTS = ("num_partitions", "replica_count")
 
 
-def replica_groups(instruction: Instruction, num_devices: int) -> list[list[int]]:
-    """The groups of devices that a collective runs in, in any of XLA's notations.
-
-    ``{{0,1},{2,3}}``, ``[2,4]<=[4,2]T(1,0)``, ``mesh['a'=2,'b'=4] {'b'}`` (perhaps with
-    ``device_ids=(...)`` and parts of axes, ``'a':(2)4``); for a permute, the pairs.
-    """
-    text = instruction.attributes
-    if pairs := re.search(r"source_target_pairs=\{(\{.*?\})\}", text):
-        return [list(_ints(pair)) for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
-    if listed := re.search(r"replica_groups=\{(\{[\d,{}\s]*\})\}", text):
-        return [list(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    if iota := re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](T\([\d,]+\))?)", text):
-        return _iota(iota[1]).tolist()
-    mesh = re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", text
-    )
-    return _mesh_groups(*mesh.groups()) if mesh else [list(range(num_devices))]
-
-
-def _mesh_groups(axes: str, device_ids: str | None, along: str) -> list[list[int]]:
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    devices = np.arange(math.prod(sizes.values()))
-    if device_ids:
-        listed = "[" not in device_ids
-        devices = np.array(_ints(device_ids)) if listed else _iota(f"{device_ids})")
-    # Split each axis where a part of it is named: 'a':(2)4 is 4 after the first 2.
-    cuts: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}
-    parts = []
-    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", along):
-        start = int(before or 1)
-        end = start * int(size or sizes[name])
-        cuts[name] |= {start, end}
-        parts.append((name, start, end))
-    split = [
-        (name, start, end)
-        for name in sizes
-        for start, end in _pairs(sorted(cuts[name]))
-    ]
-    inside = [
-        index
-        for index, (name, start, end) in enumerate(split)
-        if any(name == n and s <= start and end <= e for n, s, e in parts)
-    ]
-    outside = [index for index in range(len(split)) if index not in inside]
-    cube = devices.reshape([end // start for _, start, end in split])
-    width = math.prod(cube.shape[index] for index in inside)
-    return cube.transpose(outside + inside).reshape(-1, width).tolist()
-
-
-def _pairs(values: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(values, values[1:], strict=False)
-
-
-def _iota(text: str) -> np.ndarray:
-    """``[2,4]<=[4,2]T(1,0)``: a transposed arange; without ``<=`` a flat one."""
-    shape, _, source = text.rpartition("<=")
-    dims = _ints(source.split("]")[0])
-    order = re.search(r"T\(([\d,]+)\)", source)
-    values = np.arange(math.prod(dims)).reshape(dims)
-    values = values.transpose(_ints(order[1])) if order else values
-    return values.reshape(_ints(shape) if shape else -1)
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text))
-
-
-def _instruction(name: str, text: str, computation: str, locate) -> Instruction:
+def _instruction(
+    name: str, text: str, computation: str, locate: Callable[[str], str]
+) -> Instruction:
     end = _closing(text) if text.startswith("(") else text.index(" ")
     opcode = _OPCODE.match(text, end)
     assert opcode, f"no opcode in {text[:80]}"
@@ -269,6 +223,11 @@ def _operands(arguments: str) -> tuple[str, ...]:
     return tuple(name for name in names if re.fullmatch(r"[A-Za-z_][\w.\-]*", name))
 
 
+def ints(text: str) -> tuple[int, ...]:
+    """All whole numbers in a text."""
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
 def _closing(text: str, start: int = 0) -> int:
     """The position after the parenthesis that closes the one at `start`."""
     depth = 0
@@ -283,11 +242,11 @@ def _shapes(text: str) -> tuple[Shape, ...]:
     shapes = []
     for dtype, dims, layout in _SHAPE.findall(text):
         space = re.search(r"S\((\d+)\)", layout)
-        shapes.append(Shape(dtype, _ints(dims), int(space[1]) if space else 0))
+        shapes.append(Shape(dtype, ints(dims), int(space[1]) if space else 0))
     return tuple(shapes)
 
 
-def _source_table(lines: list[str]):
+def _source_table(lines: list[str]) -> Callable[[str], str]:
     """``(attributes) -> file:line``: the innermost frame outside of site-packages."""
     tables: dict[str, dict[int, str]] = {}
     table: dict[int, str] = {}

@@ -124,7 +124,9 @@ class _Namer:
         shapes = running.instruction.shapes if running else ()
         position = index[0] if index else 0
         is_flat = len(index) < 2 and position < len(shapes)
-        return is_flat and (len(shapes) == 1 or bool(index)) and shapes[position].on_host
+        return (
+            is_flat and (len(shapes) == 1 or bool(index)) and shapes[position].on_host
+        )
 
     def describe(
         self, name: str, index: tuple[int, ...], nbytes: int

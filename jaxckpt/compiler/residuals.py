@@ -140,7 +140,10 @@ def _label(jaxpr: jex_core.Jaxpr, var: Any, labels: dict[Any, str | None]):
     if labels.get(source):
         return labels[source], False
     name = _later_name(jaxpr, var)
-    return (name, True) if name is not None else (made_by, False)
+    if name is not None:
+        return name, True
+    shape = ",".join(map(str, var.aval.shape))
+    return f"{made_by} {var.aval.dtype}[{shape}]", False
 
 
 def _later_name(jaxpr: jex_core.Jaxpr, var: Any) -> str | None:

@@ -32,7 +32,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxckpt.compiler.flops import PHASES, Phase
-from jaxckpt.compiler.hlo import COLLECTIVES, HloProgram, Running
+from jaxckpt.compiler.hlo import COLLECTIVES, HloProgram
+from jaxckpt.compiler.hlo_flops import instruction_flops
+from jaxckpt.compiler.hlo_phases import Running
 from jaxckpt.compiler.hlo_text import Instruction
 from jaxckpt.compiler.targets import GpuKind
 
@@ -174,9 +176,9 @@ def _compute_seconds(
 ) -> float:
     """FLOPs over the peak of their operands' type."""
     seconds = 0.0
-    for inner in program.inside(instruction):
-        if flops := program.flops_of(inner):
-            dtype = program.operand_shapes(inner)[0].dtype
+    for inner in program.module.inside(instruction):
+        if flops := instruction_flops(program.module, inner):
+            dtype = program.module.operand_shapes(inner)[0].dtype
             seconds += flops / _peak(kind, dtype)
     return seconds
 
@@ -193,34 +195,38 @@ def _peak(kind: GpuKind, dtype: str) -> float:
 
 
 def touched_bytes(program: HloProgram, instruction: Instruction) -> int:
-    """Counted: bytes that one run reads and writes, each array once.
+    """Counted: bytes that one run reads and writes in memory, each array once.
 
     Of an array that is only sliced, or updated in place, the part that is touched.
     """
-    computation = program.computations[instruction.computation]
-    if instruction.opcode.startswith("fusion"):
-        body = program.computations[instruction.called("calls")[0]]
-        root = body.instructions[body.root]
-        read = [i for i in body.instructions.values() if i.opcode == "parameter"]
-    else:
-        body = computation
-        root = instruction
-        read = [body.instructions[name] for name in instruction.operands]
-    total = 0
-    for value in read:
-        users = [i for i in body.instructions.values() if value.name in i.operands]
-        if root is instruction:
-            users = [instruction]
-        total += max((_read_of(body.instructions, value, u) for u in users), default=0)
-    while root.opcode in ("bitcast", "copy") and root is not instruction:
-        root = body.instructions[root.operands[0]]
-    parts = root.operands if root.opcode == "tuple" else [root.name]
-    for part in (body.instructions[name] for name in parts):
-        total += _updated(body.instructions, part)
-    return total
+    known = program.module.computations[instruction.computation].instructions
+    if not instruction.opcode.startswith("fusion"):
+        read = sum(_read(known[name], instruction) for name in instruction.operands)
+        return read + _written(known, instruction)
+    body = program.module.computations[instruction.called("calls")[0]]
+    inside = body.instructions
+    users: dict[str, list[Instruction]] = {}
+    for user in inside.values():
+        for name in user.operands:
+            users.setdefault(name, []).append(user)
+
+    def read_of(value: Instruction) -> int:
+        sizes = [
+            read_of(user) if user.opcode == "bitcast" else _read(value, user)
+            for user in users.get(value.name, [])
+        ]
+        return max(sizes, default=0)
+
+    arguments = [value for value in inside.values() if value.opcode == "parameter"]
+    root = inside[body.root]
+    while root.opcode == "bitcast":
+        root = inside[root.operands[0]]
+    results = root.operands if root.opcode == "tuple" else [root.name]
+    written = sum(_written(inside, inside[name]) for name in results)
+    return sum(map(read_of, arguments)) + written
 
 
-def _read_of(known: dict[str, Instruction], value: Instruction, user: Instruction):
+def _read(value: Instruction, user: Instruction) -> int:
     if user.opcode in ("dynamic-slice", "slice", "gather"):
         return min(value.nbytes, user.nbytes)
     if user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
@@ -228,7 +234,7 @@ def _read_of(known: dict[str, Instruction], value: Instruction, user: Instructio
     return value.nbytes
 
 
-def _updated(known: dict[str, Instruction], value: Instruction) -> int:
+def _written(known: dict[str, Instruction], value: Instruction) -> int:
     if value.opcode == "dynamic-update-slice":
         return known[value.operands[1]].nbytes
     return value.nbytes

@@ -108,7 +108,6 @@ def choose_attention(
     compute_capability: str | float | None,
     dtype: DTypeLike,
     head_dim: int,
-    seq_len: int,
     dropout_rate: float,
 ) -> tuple[Literal["cudnn", "xla"], str]:
     """Pick the attention a device can run, with the reason in words.
@@ -126,20 +125,18 @@ def choose_attention(
         compute_capability: As in ``"8.0"`` or ``9.0``; None is unknown.
         dtype: Of query, key and value.
         head_dim: Size of one head.
-        seq_len: Positions per sequence; it rules nothing out today.
         dropout_rate: Share of attention probabilities dropped in training.
 
     Returns:
         The implementation, and a reason for people to read.
 
     Example:
-        >>> choose_attention("gpu", "7.5", "float16", 64, 1024, 0.0)
+        >>> choose_attention("gpu", "7.5", "float16", 64, 0.0)
         ('xla', 'XLA attention: compute capability 7.5 is below 8.0')
     """
     obstacle = _cudnn_obstacle(
         platform, compute_capability, dtype, head_dim, dropout_rate
     )
-    del seq_len  # no limit today
     if obstacle is None:
         return "cudnn", "cuDNN flash attention"
     return "xla", f"XLA attention: {obstacle}"
@@ -150,7 +147,7 @@ def _cudnn_obstacle(
 ) -> str | None:
     """Why a device cannot run the flash kernel, or None."""
     if platform not in ("gpu", "cuda"):
-        return platform
+        return f"cuDNN's flash kernel needs a GPU, this is a {platform}"
     if compute_capability is None:
         return "compute capability is unknown"
     capability = tuple(int(part) for part in str(compute_capability).split("."))

@@ -231,8 +231,9 @@ class _Run:
             f"{record['step_seconds'] * 1000:.0f} ms/step",
         ]
         parts += [
-            f"validation {value:.3f} {unit.replace('_', ' ')}"
-            for unit, value in self.validation.items()
+            f"{name.replace('_', ' ')} {value:.3f}"
+            for name, value in record.items()
+            if name.startswith("validation_")
         ]
         return "  ".join(parts)
 

@@ -142,7 +142,7 @@ def make_program(
         }
         metrics = {
             "loss": loss / tokens,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
             "tokens": tokens,
         }
