@@ -54,8 +54,8 @@ def translate(text: str, names: Sequence[str], num_layers: int) -> str:
     Example:
       >>> translate("megatron:full:block:8", names=[], num_layers=32)
       '8xnothing_saveable+24xnone'
-      >>> translate("maxtext:save_qkv_proj", ["query_proj", "key_proj", "value_proj"], 2)
-      'save:query_proj,key_proj,value_proj'
+      >>> translate("maxtext:save_out_proj", names=["out_proj"], num_layers=2)
+      'save:out_proj'
     """
     system, _, policy = text.strip().partition(":")
     if system == "maxtext" and policy in _MAXTEXT:

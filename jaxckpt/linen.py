@@ -76,6 +76,7 @@ class Stack(nn.Module):
     def _layer_keys(self) -> dict[str, jax.Array]:
         """Per random stream the keys of all layers, whatever the plan: (layers,)."""
         layers = jnp.arange(self.num_layers)
+        assert self.scope is not None  # it is, inside a call
         keys = {stream: self.make_rng(stream) for stream in self.scope.rngs}
         return {
             stream: jax.vmap(functools.partial(jax.random.fold_in, key))(layers)
@@ -99,6 +100,7 @@ class _Layer(nn.Module):
 
     def __call__(self, x, keys, arrays):
         block = self.call.make_block(parent=None)
+        assert self.scope is not None  # it is, inside a call
         mutable = self.scope.mutable or ()
         initializing = self.is_initializing()
 
@@ -142,7 +144,7 @@ def _scan_runs(call: _BlockCall, runs: tuple[Run, ...], x, keys, arrays):
             target,
             variable_axes={True: 0},
             split_rngs={},
-            in_axes=(0, nn.broadcast),
+            in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
             length=run.count,
             metadata_params={nn.PARTITION_NAME: LAYER_AXIS},
         )

@@ -154,7 +154,7 @@ def parse_policy(policy: "str | Policy") -> Policy:
         lists[key] = tuple(name.strip() for name in names.split(","))
         if "" in lists[key]:
             raise PolicyError(f"an empty name in {part.strip()!r}")
-    return Policy(**lists)
+    return Policy(save=lists.get("save", ()), offload=lists.get("offload", ()))
 
 
 def unknown_policy(text: str) -> PolicyError:

@@ -131,6 +131,7 @@ def checkpoint(
         outputs = jax.checkpoint(
             traced, policy=jax_policy(policy), prevent_cse=not in_loop
         )(*arrays)
+        assert rebuild_outputs is not None  # set while tracing
         return rebuild_outputs(outputs)
 
     return wrapped

@@ -12,7 +12,7 @@ differentiates: ``rematted_computation`` for what a checkpoint recomputes,
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 from jax.extend import core as jex_core
@@ -136,18 +136,18 @@ def walk(jaxpr: jex_core.Jaxpr, times: int = 1, stack: str = "") -> Iterator[Vis
 def equation_flops(equation: jex_core.JaxprEqn) -> int:
     """FLOPs of one run of one equation; 0 for anything but matmuls and attention."""
     name = equation.primitive.name
+    inputs: list[Any] = [operand.aval for operand in equation.invars]
+    outputs: list[Any] = [result.aval for result in equation.outvars]
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
-        depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-        return 2 * equation.outvars[0].aval.size * depth
-    if name == "ragged_dot_general" or name == "ragged_dot":
-        rows, depth = equation.invars[0].aval.shape[-2:]
-        return 2 * rows * depth * equation.invars[1].aval.shape[-1]
+        depth = math.prod(inputs[0].shape[axis] for axis in contracted)
+        return 2 * outputs[0].size * depth
+    if name in ("ragged_dot_general", "ragged_dot"):
+        rows, depth = inputs[0].shape[-2:]
+        return 2 * rows * depth * inputs[1].shape[-1]
     if name == "conv_general_dilated":
-        kernel = equation.invars[1].aval
-        numbers = equation.params["dimension_numbers"]
-        outputs = kernel.shape[numbers.rhs_spec[0]]
-        return 2 * equation.outvars[0].aval.size * kernel.size // outputs
+        features = inputs[1].shape[equation.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * outputs[0].size * inputs[1].size // features
     if ATTENTION_FORWARD in name:
         return _attention_matmuls(equation, 2)
     if ATTENTION_BACKWARD in name:
@@ -157,7 +157,7 @@ def equation_flops(equation: jex_core.JaxprEqn) -> int:
 
 def _attention_matmuls(equation: jex_core.JaxprEqn, matmuls: int) -> int:
     """Flash attention: 2 matmuls forward, 5 backward; causal masks skip half."""
-    query, key = equation.invars[0].aval, equation.invars[1].aval
+    query, key, *_ = [cast(Any, operand.aval) for operand in equation.invars]
     batch, time, heads, head_dim = query.shape
     flops = 2 * matmuls * batch * heads * time * key.shape[1] * head_dim
     causal = "CAUSAL" in str(equation.params.get("mask_type", "")).upper()

@@ -38,10 +38,12 @@ class MemoryBytes:
         XLA's own ``peak_memory_in_bytes`` is not used: it is a constant on CPU and
         includes host memory on GPU.
         """
-        parts = (self.argument_bytes, self.output_bytes, self.temp_bytes)
-        if None in parts or self.alias_bytes is None:
-            return None
-        return sum(parts) - self.alias_bytes  # pyright: ignore[reportArgumentType]
+        total = 0
+        for part in (self.argument_bytes, self.output_bytes, self.temp_bytes):
+            if part is None or self.alias_bytes is None:
+                return None
+            total += part
+        return total - (self.alias_bytes or 0)
 
     def as_dict(self) -> dict[str, int | None]:
         total = {"device_total_bytes": self.device_total_bytes}

@@ -180,7 +180,7 @@ class Block(nn.Module):
             heads("query_proj", config.num_heads, "heads"),
             heads("key_proj", config.kv_heads, "kv_heads"),
             heads("value_proj", config.kv_heads, "kv_heads"),
-            implementation=config.attention,
+            implementation=config.attention,  # pyright: ignore[reportArgumentType]
             dropout_rate=rate,
             dropout_key=self.make_rng("dropout") if rate else None,
         )
@@ -246,5 +246,5 @@ def _norm(config: ModelConfig, name: str | None = None) -> nn.Module:
     )
 
 
-def _partitioned(init: jax.nn.initializers.Initializer, *axes: str):
+def _partitioned(init: jax.nn.initializers.Initializer, *axes: str) -> Any:
     return nn.with_logical_partitioning(init, axes)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -144,7 +145,12 @@ class Snapshots:
           SnapshotError: there is none, it is not jaxckpt's, it cannot be read, or
             its model differs (the fields are named).
         """
-        meta = self._read_meta(program.model.config)
+        step = self.last_step
+        if step is None:
+            raise SnapshotError(
+                f"no snapshot in {self._folder}; train without --resume first"
+            )
+        position = self._read_position(step, program.model.config)
         target = jax.eval_shape(lambda state: _canonical(program, state), program.state)
         as_numpy = jax.tree.map(
             lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target
@@ -152,26 +158,24 @@ class Snapshots:
         state = self._restore(
             state=ocp.args.PyTreeRestore(target, restore_args=as_numpy)
         )
-        return Saved(self.last_step, meta["position"], state)
+        return Saved(step, position, state)
 
-    def _read_meta(self, config: ModelConfig) -> dict[str, Any]:
-        step = self.last_step
-        if step is None:
-            raise SnapshotError(
-                f"no snapshot in {self._folder}; train without --resume first"
-            )
+    def _read_position(self, step: int, config: ModelConfig) -> int:
+        """Where the data goes on, once the snapshot is known to be of this model."""
         if not (self._folder / str(step) / "meta").exists():
             raise SnapshotError(f"{self._folder / str(step)} is no jaxckpt snapshot")
-        meta = self._restore(meta=ocp.args.JsonRestore())
-        try:
-            known = meta["format"] == FORMAT and isinstance(meta["position"], int)
-            ours, theirs = _identity(config), dict(meta["model"])
-        except (TypeError, ValueError, KeyError):
-            known = False
-        if not known:
-            raise SnapshotError(
-                f"{self._folder / str(step)} is no jaxckpt snapshot of format {FORMAT}"
-            )
+        match self._restore(meta=ocp.args.JsonRestore()):
+            case {
+                "format": version,
+                "position": int(position),
+                "model": dict(theirs),
+            } if version == FORMAT:
+                ours = _identity(config)
+            case _:
+                raise SnapshotError(
+                    f"{self._folder / str(step)} is no jaxckpt snapshot of format "
+                    f"{FORMAT}"
+                )
         differing = [
             f"{field} is {theirs.get(field)} there and {ours.get(field)} here"
             for field in sorted({*ours, *theirs})
@@ -182,7 +186,7 @@ class Snapshots:
                 f"the snapshot in {self._folder} is of another model: "
                 f"{'; '.join(differing)}"
             )
-        return meta
+        return position
 
     def _restore(self, **item: Any) -> Any:
         """Reads one item of the last snapshot."""
@@ -239,7 +243,7 @@ def _canonical(program: Program, state: State) -> dict[str, Any]:
         )
         return {f"layer_{index}": layer for index, layer in enumerate(in_order)}
 
-    if jax.dtypes.issubdtype(state["key"].dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(state["key"].dtype, jax.dtypes.prng_key):
         state = {**state, "key": jax.random.key_data(state["key"])}
     return _map_layers(state, merge)
 
@@ -260,7 +264,7 @@ def _identity(config: ModelConfig) -> dict[str, Any]:
     """The fields that give parameters their shape and meaning."""
     fields = dataclasses.asdict(config)
     fields |= {"num_kv_heads": config.kv_heads, "head_dim": config.size_of_head}
-    ignored = set(EXECUTION_FIELDS)
+    ignored: set[str] = set(EXECUTION_FIELDS)
     if config.positions == "rotary":
         ignored.add("max_seq_len")  # only a default there
     return {name: value for name, value in fields.items() if name not in ignored}
