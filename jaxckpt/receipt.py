@@ -20,6 +20,7 @@ from jaxckpt.compiler.memory import MemoryBytes
 from jaxckpt.compiler.residuals import Residual
 from jaxckpt.layers import LayerPlan
 from jaxckpt.policies import FULL, Policy
+from jaxckpt.units import format_bytes, format_flops
 
 # Below this saving of temporary memory a policy's recomputation buys nothing.
 _NOTHING_SAVED = 0.02
@@ -275,25 +276,3 @@ def print_warnings(receipt: dict[str, Any], console: Console) -> None:
 
 def write_receipt(receipt: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(receipt, indent=2) + "\n")
-
-
-def format_bytes(value: int | None) -> str:
-    """Bytes with a binary unit: ``format_bytes(1536) == '1.50 KiB'``."""
-    if value is None:
-        return "unknown"
-    size, unit = float(value), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{value} B" if unit == "B" else f"{size:.2f} {unit}"
-
-
-def format_flops(value: float) -> str:
-    """FLOPs with a decimal unit: ``format_flops(2.5e9) == '2.50 GFLOP'``."""
-    size, unit = float(value), ""
-    for larger in ("k", "M", "G", "T", "P", "E"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.2f} {unit}FLOP"

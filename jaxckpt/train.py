@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxckpt import command_line
 from jaxckpt.models.presets import ConfigError, model_config
-from jaxckpt.training.config import TrainConfig, check_divisible, resolve_mesh
+from jaxckpt.training.config import TrainConfig
 
 PROG = "python -m jaxckpt.train"
 
@@ -29,53 +29,29 @@ def main() -> None:
 
 
 def _train(config: TrainConfig) -> None:
-    import jax
-
-    if config.virtual_devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", config.virtual_devices)
-
     from rich.console import Console
 
-    from jaxckpt.models.attention import choose_attention
+    from jaxckpt.compiler.targets import Target
     from jaxckpt.training.loop import train
-    from jaxckpt.training.sharding import make_placement
+    from jaxckpt.training.prepare import prepare
 
     console = Console()
-    devices = jax.devices()
-    sizes = resolve_mesh(config.mesh, len(devices))
-    check_divisible(config, sizes)
-    architecture = config.architecture
-    chosen, reason = choose_attention(
-        devices[0].platform,
-        getattr(devices[0], "compute_capability", None),
-        architecture.compute_dtype,
-        architecture.size_of_head,
-        architecture.attention_dropout,
-    )
-    if architecture.attention == "cudnn" and chosen != "cudnn":
-        raise ConfigError(f"--attention=cudnn is not possible here: {reason}")
-    if architecture.attention == "auto":
-        config = dataclasses.replace(
-            config, architecture=dataclasses.replace(architecture, attention=chosen)
-        )
 
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
-    kind, count = devices[0].device_kind, len(devices)
+    prepared = prepare(config, Target("attached"))
+    config, mesh = prepared.config, prepared.placement.mesh
+    kind = mesh.devices.flat[0].device_kind
     where = f"1 {kind} device"
-    if count > 1:
-        mesh = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-        where = f"{count} {kind} devices ({mesh})"
+    if mesh.size > 1:
+        sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1)
+        where = f"{mesh.size} {kind} devices ({sizes})"
     say(
-        f"{config.model}: {architecture.num_params / 1e6:,.2f} M parameters on "
+        f"{config.model}: {config.architecture.num_params / 1e6:,.2f} M parameters on "
         f"{where}, policy {config.policy}, in {config.workdir}"
     )
-    if chosen != config.architecture.attention:
-        reason = "XLA attention, as asked"
-    placement = make_placement(sizes, devices, config.sequence_parallel)
-    result = train(config, placement, [reason], console)
+    result = train(config, prepared.placement, [prepared.attention], console)
     parts = []
     if result.first_loss is None:
         parts.append("nothing was left to do; a larger --steps goes on")

@@ -133,7 +133,7 @@ class _Walk:
         # A chain of nameless instructions resolves from its ends, in a few rounds.
         waiting = [i for i in instructions.values() if i.name not in found]
         while waiting:
-            learned = {
+            learned: dict[str, Phase] = {
                 instruction.name: neighbor
                 for instruction in waiting
                 if instruction.opcode not in _PASSIVE
@@ -152,7 +152,7 @@ class _Walk:
         inner = list(self.module.inside(instruction))
         dots = [i for i in inner if "/" in i.op_name and self._flops(i)]
         if dots:
-            return phase(max(dots, key=self.module.flops_of).op_name)
+            return phase(max(dots, key=self._flops).op_name)
         if "/" in instruction.op_name:  # an argument's name has none
             return phase(instruction.op_name)
         named = [i for i in inner if "/" in i.op_name]

@@ -10,6 +10,7 @@ import jax
 # On CPU, XLA drops the barriers that keep straight-line recomputation apart from the
 # forward pass, and then merges the two: without this no unrolled remat saves a byte.
 _CPU_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+_ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class MemoryBytes:
 
 
 def compile_step(
-    jitted: Any, *arguments: Any, platform: str
+    jitted: Any, *arguments: Any, platform: str, estimate_time: bool = False
 ) -> tuple[jax.stages.Compiled, float]:
     """Compiles a jitted function for arguments given as shapes; nothing runs.
 
@@ -59,12 +60,15 @@ def compile_step(
       jitted: a `jax.jit` function.
       *arguments: arrays, or `jax.ShapeDtypeStruct` with shardings.
       platform: "cpu", "gpu", ...: what it is compiled for.
+      estimate_time: on GPU, have XLA write its own time estimates into the program.
 
     Returns:
       The compiled program, and seconds of tracing and compiling.
     """
     start = time.perf_counter()
     options = _CPU_OPTIONS if platform == "cpu" else None
+    if estimate_time and platform == "gpu":
+        options = _ESTIMATES
     compiled = jitted.lower(*arguments).compile(compiler_options=options)
     return compiled, time.perf_counter() - start
 
@@ -72,19 +76,18 @@ def compile_step(
 def memory_bytes(compiled: jax.stages.Compiled) -> MemoryBytes:
     """The memory of a compiled program, per device."""
     analysis = compiled.memory_analysis()
-
-    def read(field: str, zero_is_known: bool) -> int | None:
-        value = getattr(analysis, field, None)
-        if value is None or value < 0 or (value == 0 and not zero_is_known):
-            return None
-        return int(value)
-
-    # A step without inputs, outputs or temporaries does not exist: 0 means that the
-    # backend does not know. Nothing aliased or nothing offloaded is possible.
-    return MemoryBytes(
-        argument_bytes=read("argument_size_in_bytes", False),
-        output_bytes=read("output_size_in_bytes", False),
-        alias_bytes=read("alias_size_in_bytes", True),
-        temp_bytes=read("temp_size_in_bytes", False),
-        host_temp_bytes=read("host_temp_size_in_bytes", True),
-    )
+    fields = {
+        "argument_bytes": "argument_size_in_bytes",
+        "output_bytes": "output_size_in_bytes",
+        "alias_bytes": "alias_size_in_bytes",
+        "temp_bytes": "temp_size_in_bytes",
+        "host_temp_bytes": "host_temp_size_in_bytes",
+    }
+    found = {ours: getattr(analysis, theirs, None) for ours, theirs in fields.items()}
+    known = {
+        name: int(value) if value is not None and value >= 0 else None
+        for name, value in found.items()
+    }
+    if not any(known.values()):  # no program takes and gives nothing: all 0 is no news
+        known = dict.fromkeys(known)
+    return MemoryBytes(**known)

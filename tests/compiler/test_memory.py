@@ -47,13 +47,12 @@ def compiled(**sizes):
 PARTS = ("argument", "output", "alias", "temp", "host_temp")
 
 
-@pytest.mark.parametrize("unknown", [0, -1, None])
+@pytest.mark.parametrize("unknown", [-1, None])
 @pytest.mark.parametrize("part", PARTS)
-def test_zero_minus_one_and_none_are_unknown(part, unknown):
+def test_i1_minus_one_and_none_are_unknown(part, unknown):
     known = dict.fromkeys(PARTS, 8)
     memory = memory_bytes(compiled(**(known | {part: unknown})))
-    possible = part in ("alias", "host_temp") and unknown == 0
-    assert getattr(memory, f"{part}_bytes") == (0 if possible else None)
+    assert getattr(memory, f"{part}_bytes") is None
     others = {getattr(memory, f"{name}_bytes") for name in PARTS if name != part}
     assert others == {8}
 
@@ -61,6 +60,7 @@ def test_zero_minus_one_and_none_are_unknown(part, unknown):
 def test_a_backend_without_the_analysis_knows_nothing():
     nothing = MemoryBytes(None, None, None, None, None)
     assert memory_bytes(compiled()) == nothing
+    assert memory_bytes(compiled(**dict.fromkeys(PARTS, 0))) == nothing
     assert memory_bytes(types.SimpleNamespace(memory_analysis=lambda: None)) == nothing
 
 

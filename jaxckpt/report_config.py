@@ -1,0 +1,77 @@
+"""What a report compares; parsed and checked before JAX is imported."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
+from jaxckpt.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Compare policies by what the compiler says of their training steps."""
+
+    model: str = "tiny"
+    """Preset that the model fields below start from."""
+    target: str = "attached"
+    """attached, cpu, or GPUs that need not be there: h100:8, a100-80:4x8, t4:1,
+    my.textproto:8."""
+    policies: tuple[str, ...] = ()
+    """Policies to compare, separated by spaces. Default: from none to full."""
+    mesh: str = ""
+    """Devices per axis, such as fsdp:8. Default: all on fsdp."""
+    sequence_parallel: bool = False
+    """Shard activations over the sequence between tensor-parallel regions."""
+    batch_size: int = 16
+    """Sequences per optimizer step, over all devices."""
+    seq_len: int = 0
+    """Tokens per sequence. Default: the model's max_seq_len."""
+    accumulate: int = 1
+    """Micro-batches that a batch is split into."""
+    function: str = ""
+    """Report on your own step instead: package.module:make_step, which returns
+    (step, arguments)."""
+    max_batch: bool = False
+    """Find the largest batch that fits, per policy."""
+    json: str = ""
+    """Write everything to this file."""
+    plot: str = ""
+    """Draw memory against recomputation to this .png."""
+    save: str = ""
+    """Keep the rows in this file, to compare with later."""
+    compare: str = ""
+    """Compare with rows kept before: exit code 1 when memory grew."""
+    tolerance: str = "2%"
+    """Growth that --compare accepts."""
+    cache: str = "runs/report-cache"
+    """Folder of finished compiles, by content."""
+    architecture: Annotated[
+        ModelConfig, tyro.conf.arg(name=""), tyro.conf.OmitArgPrefixes
+    ] = PRESETS["tiny"]
+
+    def __post_init__(self):
+        self.train_config("none")
+        for policy in self.policies:
+            self.train_config(policy)
+        _ = self.tolerance_share
+
+    def train_config(self, policy: str) -> TrainConfig:
+        """The training run whose step a row compiles."""
+        shared = [field.name for field in dataclasses.fields(TrainConfig)]
+        return TrainConfig(
+            policy=policy,
+            **{name: getattr(self, name) for name in shared if hasattr(self, name)},
+        )
+
+    @property
+    def tolerance_share(self) -> float:
+        try:
+            share = float(self.tolerance.removesuffix("%")) / 100
+        except ValueError:
+            share = -1.0
+        if not self.tolerance.endswith("%") or not 0 <= share < 1:
+            raise ConfigError(f"--tolerance={self.tolerance} is no percentage as in 2%")
+        return share
