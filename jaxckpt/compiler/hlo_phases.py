@@ -3,7 +3,10 @@
 The phase of an instruction is `jaxckpt.compiler.flops.phase` of its ``op_name``. Not
 all have a telling one, so, in this order:
 
-1. a fusion takes the phase of the matmul in it (the largest);
+1. a fusion takes the phase of the matmul in it (the largest), and a gather over devices
+   that of the first instruction that computes with what it gathers: a weight that a
+   checkpoint gathers again is recompute, wherever the slice of it was taken (XLA joins
+   small gathers into one, which then is all of the phase that first needs a part);
 2. its own ``op_name`` (a fusion's is its root's), unless that is an argument's name;
 3. of a fusion without one, the largest named instruction in it;
 4. neighbors in the same computation: a reduction over devices, an update in place and
@@ -23,6 +26,10 @@ from jaxckpt.compiler.hlo_text import HloModule, Instruction
 _REDUCING = ("all-reduce", "reduce-scatter", "dynamic-update-slice")
 # These stand between computations or hold nothing: no phase spreads through them.
 _PASSIVE = ("parameter", "constant", "tuple", "iota", "partition-id", "replica-id")
+# These give the values that they got.
+_HANDS_ON = (
+    "parameter bitcast copy copy-start convert transpose reshape get-tuple-element"
+).split()
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,11 @@ class _Walk:
             own = None if instruction.opcode in _PASSIVE else self._own(instruction)
             if own:
                 found[instruction.name] = own
+        for instruction in instructions.values():
+            if instruction.opcode.startswith("all-gather"):
+                serves = self._first_use(instruction, instructions, users)
+                if serves in found:
+                    found[instruction.name] = found[serves]
         # A chain of nameless instructions resolves from its ends, in a few rounds.
         waiting = [i for i in instructions.values() if i.name not in found]
         while waiting:
@@ -147,6 +159,27 @@ class _Walk:
 
     def _flops(self, instruction: Instruction) -> int:
         return instruction_flops(self.module, instruction)
+
+    def _first_use(
+        self,
+        instruction: Instruction,
+        known: dict[str, Instruction],
+        users: dict[str, list[str]],
+    ) -> str | None:
+        """The first instruction in the schedule that computes with a value."""
+        reached, computing = [instruction.name], []
+        for name in reached:
+            for user in users.get(name, []):
+                if not self._hands_on(known[user]):
+                    computing.append(user)
+                elif user not in reached:
+                    reached.append(user)
+        return next((name for name in known if name in computing), None)
+
+    def _hands_on(self, instruction: Instruction) -> bool:
+        """Whether it gives the values it got, at most in another form."""
+        inner = self.module.inside(instruction)
+        return all(i.opcode in _HANDS_ON or i.opcode.endswith("-done") for i in inner)
 
     def _own(self, instruction: Instruction) -> Phase | None:
         inner = list(self.module.inside(instruction))

@@ -265,8 +265,9 @@ def _source_table(lines: list[str]) -> Callable[[str], str]:
 
     @functools.cache
     def of_frame(frame: int) -> str:
-        innermost = ""
-        while frame in frames:
+        innermost, seen = "", set()
+        while frame in frames and frame not in seen:  # a table we misread may loop
+            seen.add(frame)
             place = places.get(frames[frame]["file_location_id"], {})
             file = files.get(place.get("file_name_id", 0), "")
             if file and "site-packages" not in file:

@@ -13,6 +13,7 @@ from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.residuals import Residual, block_residuals
 from jaxckpt.layers import layer_plan
+from jaxckpt.linter import lint_plan, lint_step
 from jaxckpt.models.transformer import Block
 from jaxckpt.policies import NONE, Policy
 from jaxckpt.receipt import CompiledStep, make_receipt
@@ -70,7 +71,25 @@ def inspect_run(
         limit=_device_limit(placement),
         notes=notes,
     )
+    receipt["warnings"] += lint_program(config, placement, program)
     return Inspected(program, compiled, receipt)
+
+
+def lint_program(
+    config: TrainConfig, placement: Placement, program: Program
+) -> list[str]:
+    """What the linter finds in a program's step and its layer plan."""
+    model = config.architecture
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    shards = placement.mesh.shape
+    tokens = config.micro_batch_size * config.sequence_length
+    input_bytes = tokens * model.dim * itemsize // (shards["data"] * shards["fsdp"])
+    layers = jax.tree.leaves(program.state["params"]["layers"])
+    weights = sum(leaf.size for leaf in layers) * itemsize // model.num_layers
+    return [
+        *lint_step(program.step, program.state, program.batch),
+        *lint_plan(program.plan, weights // shards["tensor"], input_bytes),
+    ]
 
 
 def layer_residuals(

@@ -120,6 +120,7 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
             phase: sum(kinds.values()) for phase, kinds in hlo.collective_bytes.items()
         },
         "host_transfer_bytes": hlo.host_transfer_bytes,
+        "lint": built.lint,
         "peak": _peak(dump, built.module, hlo),
         **_estimates(hlo, target),
     }
@@ -135,11 +136,12 @@ class _Built:
     attention: str
     plan: LayerPlan
     residuals: Any
+    lint: list[str]
 
 
 def _model_step(job: Job, target: Target) -> _Built:
     from jaxckpt.compiler.memory import compile_step
-    from jaxckpt.training.inspect import layer_residuals
+    from jaxckpt.training.inspect import layer_residuals, lint_program
     from jaxckpt.training.prepare import prepare
     from jaxckpt.training.step import make_program
 
@@ -153,14 +155,20 @@ def _model_step(job: Job, target: Target) -> _Built:
         platform=prepared.platform,
         estimate_time=True,
     )
-    residuals = layer_residuals(config, placement)
     return _Built(
-        compiled, seconds, "jit_step", prepared.attention, program.plan, residuals
+        compiled,
+        seconds,
+        module="jit_step",
+        attention=prepared.attention,
+        plan=program.plan,
+        residuals=layer_residuals(config, placement),
+        lint=lint_program(config, placement, program),
     )
 
 
 def _user_step(job: Job, target: Target) -> _Built:
     from jaxckpt.compiler.memory import compile_step
+    from jaxckpt.linter import lint_step
     from jaxckpt.training.user_step import load_step
 
     devices = target.devices()
@@ -169,9 +177,15 @@ def _user_step(job: Job, target: Target) -> _Built:
     compiled, seconds = compile_step(
         step, *arguments, platform=platform, estimate_time=True
     )
-    module = f"jit_{step.__name__}"
-    plan = LayerPlan((Run(1, NONE),))
-    return _Built(compiled, seconds, module, "", plan, lambda policy: [])
+    return _Built(
+        compiled,
+        seconds,
+        module=f"jit_{step.__name__}",
+        attention="",
+        plan=LayerPlan((Run(1, NONE),)),
+        residuals=lambda policy: [],
+        lint=lint_step(step, *arguments),
+    )
 
 
 def _peak(dump: Path, module: str, hlo: Any) -> list[dict[str, Any]]:

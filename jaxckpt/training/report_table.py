@@ -54,6 +54,9 @@ def print_rows(report: dict[str, Any], target: Target, console: Console) -> None
     seconds = [row["compile_seconds"] for row in rows if "error" not in row]
     if seconds:
         console.print(f"compiled in {sum(seconds):.0f} s of one process each")
+    for row in rows:
+        for finding in row.get("lint", []):
+            console.print(f"{row['policy']}: {finding}", style="yellow")
     _print_peak(rows, console)
     for line in report["advice"]:
         console.print(line, style="bold", highlight=False)

@@ -355,6 +355,26 @@ def test_what_nothing_names_has_the_phase_of_the_loop_around_it():
     assert program.flops.forward == program.flops.total == 3 * 2 * 4 * 8 * 8
 
 
+def test_a_gather_is_of_the_phase_that_first_computes_with_it():
+    fused = """
+%cast (a: f32[8]) -> bf16[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %c = bf16[8]{0} convert(%a)
+}
+"""
+    program = entry(
+        "%w = f32[1]{0} parameter(0)",
+        f"%s = (f32[1]{{0}}, f32[8]{{0}}) all-gather-start(%w), {BACKWARD}",
+        f"%d = f32[8]{{0}} all-gather-done(%s), {BACKWARD}",
+        f"%f = bf16[8]{{0}} fusion(%d), kind=kLoop, calls=%cast, {BACKWARD}",
+        f"%again = bf16[8]{{0}} negate(%f), {RECOMPUTE}",
+        f"%back = bf16[8]{{0}} multiply(%f, %again), {BACKWARD}",
+        before=fused,
+    )
+    assert phases(program)["s"] == "recompute"
+    assert phases(program)["back"] == "backward"
+
+
 # Collectives
 
 
@@ -546,6 +566,9 @@ def test_offloading_moves_each_layers_input_out_and_back(gpu_steps):
 
 
 def test_full_remat_gathers_weights_again_on_gpus(gpu_steps):
+    """XLA joins a small layer's gathers; the last matmul's, only for backward, too."""
     sent = gpu_steps["full"].program.collective_bytes
-    assert sent["recompute"]["all-gather"] > 0
+    layers, dim, mlp_dim = gpu_steps["full"].facts["layers"], 256, 512
+    weights = 2 * (4 * dim * dim + 3 * dim * mlp_dim)
+    assert sent["recompute"] == {"all-gather": layers * weights * 7 // 8}
     assert sent["backward"]["reduce-scatter"] > 0

@@ -234,9 +234,3 @@ def test_a_step_that_xla_costed(gpu_steps):
     assert all(phase.seconds > 0 for phase in found.phases.values())
     slower = estimate_step_seconds(full.program, KINDS["h100"], 8, 1)
     assert slower.seconds > found.seconds  # the same groups, over the network
-    recompute = [d.program for d in gpu_steps.values()]
-    whole, saves = (estimate_step_seconds(p, KINDS["h100"], 1, 8) for p in recompute)
-    assert (
-        saves.phases["recompute"].compute_seconds
-        < whole.phases["recompute"].compute_seconds
-    )

@@ -1,0 +1,114 @@
+"""Every kind of checkpointing that does nothing is found, and good code is not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxckpt import remat, split_layers, stack
+from jaxckpt.linter import lint_step
+
+SAVEABLE = jax.checkpoint_policies
+W = jnp.ones((6, 16, 16))
+X = jnp.ones((8, 16))
+
+
+def block(x, w):
+    hidden = checkpoint_name(x @ w, "hidden")
+    return x + jnp.tanh(hidden) @ w.T
+
+
+def scanned(layer):
+    def loss(weights, x):
+        return lax.scan(lambda c, w: (layer(c, w), None), x, weights)[0].sum()
+
+    return jax.grad(loss)
+
+
+def unrolled(layer):
+    def loss(weights, x):
+        for w in weights:
+            x = layer(x, w)
+        return x.sum()
+
+    return jax.grad(loss)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "save:hidden", "dots_saveable"])
+def test_blocks_in_a_loop_have_no_findings(policy):
+    assert lint_step(scanned(remat(block, policy)), W, X) == []
+
+
+def test_groups_have_no_findings():
+    layers = stack(lambda x, w: (block(x, w), None), "2x3xfull", num_layers=6)
+
+    def loss(weights, x):
+        return layers(x, weights)[0].sum()
+
+    split = split_layers(W, "2x3xfull", num_layers=6)
+    assert lint_step(jax.grad(loss), split, X) == []
+
+
+def only(findings, words):
+    assert [words in finding for finding in findings] == [True], findings
+
+
+def test_a1_one_checkpoint_around_the_model():
+    def model(weights, x):
+        return lax.scan(lambda c, w: (block(c, w), None), x, weights)[0].sum()
+
+    only(lint_step(jax.grad(jax.checkpoint(model)), W, X), "of the forward pass")
+
+
+def test_a5_unrolled_layers():
+    only(lint_step(unrolled(remat(block, "full")), W, X), "6 equal checkpointed layers")
+
+
+def test_double_wrapping():
+    twice = remat(remat(block, "full"), "full")
+    only(lint_step(scanned(twice), W, X), "directly inside another")
+
+
+def test_b11_a_policy_of_ones_own():
+    own = jax.checkpoint(block, policy=lambda *_, **__: True, prevent_cse=False)
+    only(lint_step(scanned(own), W, X), "JAX_REMAT3")
+
+
+@pytest.mark.parametrize("operation", [jnp.tanh, jax.nn.gelu, jax.nn.silu, jnp.sin])
+def test_b8_a_name_after_the_nonlinearity(operation):
+    def late(x, w):
+        return x + checkpoint_name(operation(x @ w), "late") @ w.T
+
+    policy = SAVEABLE.save_only_these_names("late")
+    layer = jax.checkpoint(late, policy=policy, prevent_cse=False)
+    only(lint_step(scanned(layer), W, X), "late is named after")
+
+
+def test_a_name_after_the_nonlinearity_that_no_policy_wants_is_no_finding():
+    def late(x, w):
+        return x + checkpoint_name(jnp.tanh(x @ w), "late") @ w.T
+
+    assert lint_step(scanned(remat(late, "full")), W, X) == []
+
+
+def test_dots_policy_that_misses_batched_matmuls():
+    def attention(x, w):
+        y = (x @ w).reshape(2, 4, 16)
+        scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", y, y))
+        return x + jnp.einsum("bqk,bkd->bqd", scores, y).reshape(8, 16)
+
+    layer = remat(attention, "dots_with_no_batch_dims_saveable")
+    findings = lint_step(scanned(layer), W, X)
+    only(findings, "does not keep every matmul of a block: 1 dot_general")
+    assert lint_step(scanned(remat(attention, "dots_saveable")), W, X) == []
+
+
+def test_i4_logits_that_dominate():
+    head = jnp.ones((16, 4096))
+
+    def loss(weights, x, head):
+        y, _ = lax.scan(lambda c, w: (remat(block)(c, w), None), x, weights)
+        return jax.nn.logsumexp(y @ head, axis=-1).sum()
+
+    only(lint_step(jax.grad(loss, argnums=(0, 2)), W, X, head), "8x4096 (128.00 KiB)")
