@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxckpt.naming import NamedValue, list_names
     from jaxckpt.policies import Policy, PolicyError, parse_policy
     from jaxckpt.remat import remat
-    from jaxckpt.stack import merge_layers, split_layers, stack
+    from jaxckpt.stack import join_layers, merge_layers, split_layers, stack
 
 _HOME = {
     "Policy": "policies",
@@ -38,6 +38,7 @@ _HOME = {
     "remat": "remat",
     "stack": "stack",
     "split_layers": "stack",
+    "join_layers": "stack",
     "merge_layers": "stack",
     "Stack": "linen",
 }

@@ -139,7 +139,7 @@ def _scan_runs(call: _BlockCall, runs: tuple[Run, ...], x, keys, arrays):
             target, fields = _Group, {"runs": run.group}
         else:
             target, fields = _Layer, {"policy": run.policy}
-        target = _rematted(target, run.policy, in_loop(run, scan=True))
+        target = _rematted(target, run.policy, in_loop(run))
         scanned = nn.scan(
             target,
             variable_axes={True: 0},
@@ -165,7 +165,7 @@ def _unroll(module: nn.Module, call: _BlockCall, runs, start: int, x, keys, arra
                 rematted = nn.remat(group, policy=jax_policy(run.policy))
                 x = rematted(module, x, keys, arrays)
             else:
-                layer = _rematted(_Layer, run.policy, in_loop(run, scan=False))
+                layer = _rematted(_Layer, run.policy, False)
                 key = f"layer_{start}"
                 x, _ = layer(call, run.policy, name=key)(x, keys[key], arrays)
             start += run.layers_per_iteration

@@ -6,12 +6,13 @@ jaxpr), and whatever does nothing or cannot be known is said.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -56,31 +57,29 @@ def saved_rows(
     ``layers`` counts the copies alive at once: all layers of a run, and of a group
     the layers of the one group that is being recomputed, beside every group's input.
     """
-    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
-
-    def add(name: str, location: str, nbytes: int, layers: int):
-        row = rows.setdefault(
-            (name, location, layers),
-            {
-                "name": name,
-                "location": location,
-                "bytes_per_layer": 0,
-                "layers": layers,
-            },
-        )
-        row["bytes_per_layer"] += nbytes
+    copies: Counter[tuple[str, str, int]] = Counter()
 
     def walk(runs):
         for run in runs:
+            kept: Counter[tuple[str, str]] = Counter()
             for residual in residuals(run.policy):
                 name = "group_input" if run.group else residual.name
-                add(name, residual.location, residual.nbytes, run.count)
+                kept[name, residual.location] += residual.nbytes
+            for (name, location), nbytes in kept.items():
+                copies[name, location, nbytes] += run.count
             walk(run.group)
 
     walk(plan.runs)
-    return sorted(
-        rows.values(), key=lambda row: -row["bytes_per_layer"] * row["layers"]
-    )
+    rows = [
+        {
+            "name": name,
+            "location": location,
+            "bytes_per_layer": nbytes,
+            "layers": layers,
+        }
+        for (name, location, nbytes), layers in copies.items()
+    ]
+    return sorted(rows, key=lambda row: -row["bytes_per_layer"] * row["layers"])
 
 
 def step_row(step: CompiledStep, baseline: MemoryBytes, limit: int | None) -> dict:
@@ -159,7 +158,7 @@ def _warnings(step: CompiledStep, row: dict, base: dict, platform: str) -> list[
             f"{row['policy']} saves nothing against none: temporaries "
             f"{format_bytes(row['temp_bytes'])} with it, "
             f"{format_bytes(base['temp_bytes'])} without; "
-            f"{row['recompute_fraction']:.1%} more FLOPs are paid for it"
+            f"it costs {row['recompute_fraction']:.1%} more matmul FLOPs"
         )
     full = _kept(step.residuals(FULL))
     for policy in policies:
@@ -179,6 +178,10 @@ def _warnings(step: CompiledStep, row: dict, base: dict, platform: str) -> list[
         )
     elif offloads and not row["host_temp_bytes"]:
         found.append("offload moved no bytes: the compiled step uses no host memory")
+    if step.flops.unbounded_loops:
+        found.append(
+            f"{step.flops.unbounded_loops} loops of unknown length count once in FLOPs"
+        )
     unknown = [key for key in MEMORY_FIELDS if row[key] is None]
     if unknown:
         found.append(f"unknown on this backend: {', '.join(unknown)}")
@@ -203,7 +206,7 @@ _MEMORY_TITLES = (
     "aliased (outputs in arguments' place)",
     "temporary",
     "host temporary",
-    "total = arguments + outputs + temporary - aliased",
+    "total on the device",
 )
 
 
@@ -261,17 +264,20 @@ def print_receipt(receipt: dict[str, Any], console: Console) -> None:
     if runs:
         verdict.append(f"; attention forward runs {runs:g}x per layer")
     console.print()
-    console.print(Group(Text("Receipt", style="bold underline"), verdict))
+    console.print(Text("Receipt", style="bold underline"))
+    console.print(verdict, soft_wrap=True)
     console.print(memory, flops, saved)
     for note in receipt["notes"]:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
     print_warnings(receipt, console)
 
 
 def print_warnings(receipt: dict[str, Any], console: Console) -> None:
     """Prints only what a receipt has to warn of."""
     for warning in receipt["warnings"]:
-        console.print(f"WARNING: {warning}", style="bold red", highlight=False)
+        console.print(
+            f"WARNING: {warning}", style="bold red", highlight=False, soft_wrap=True
+        )
 
 
 def write_receipt(receipt: dict[str, Any], path: Path) -> None:

@@ -3,16 +3,21 @@
 Example: ``python -m jaxckpt.report --model=llama-7b --target=h100:8 --batch-size=8``
 """
 
+import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxckpt import command_line
 from jaxckpt.compiler.targets import Target, check_installed, parse_target
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.report_config import ReportConfig
-from jaxckpt.training.config import check_divisible, resolve_mesh
+from jaxckpt.training.config import check_divisible, parse_mesh, resolve_mesh
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PROG = "python -m jaxckpt.report"
 
@@ -23,85 +28,144 @@ def main() -> None:
     default = ReportConfig(model=preset, architecture=model_config(preset))
     config = command_line.parse(default, prog=PROG)
     target = parse_target(config.target)
+    if not config.function and target.text != "attached":
+        _check_sizes(config, target)
+    _check_files(config)
+    base = _read_base(config) if config.compare else None
     if target.is_absent:
         check_installed()
-        if not config.function:
-            sizes = resolve_mesh(config.mesh, target.num_devices)
-            check_divisible(config.train_config("none"), sizes)
-    base = _read_base(config.compare) if config.compare else None
     command_line.choose_platform()
     _report(config, target, base)
 
 
-def _report(config: ReportConfig, target: Target, base: list[dict] | None) -> None:
+def _check_sizes(config: ReportConfig, target: Target) -> None:
+    mesh = parse_mesh(config.mesh)
+    needed = math.prod(mesh.values())
+    if target.is_absent and mesh and needed != target.num_devices:
+        raise ConfigError(
+            f"--mesh={config.mesh} is of {needed} devices and --target={target.text} "
+            f"has {target.num_devices}"
+        )
+    sizes = mesh or {"fsdp": max(target.num_devices, 1)}
+    check_divisible(config.train_config("none"), sizes)
+    if config.max_batch and not target.memory_limit:
+        raise ConfigError(_NO_LIMIT)
+
+
+_NO_LIMIT = "--max-batch needs a target whose memory is known, such as --target=h100:8"
+
+
+def _check_files(config: ReportConfig) -> None:
+    """Before minutes of compiling, not after."""
+    for flag in ("json", "plot", "save"):
+        path = getattr(config, flag)
+        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ConfigError(f"--{flag}={path} is no file in a folder that exists")
+    if config.plot and not importlib.util.find_spec("matplotlib"):
+        raise ConfigError("--plot needs matplotlib: pip install 'jaxckpt[plot]'")
+    if config.plot and Path(config.plot).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot={config.plot} must end in .png, .svg or .pdf")
+
+
+def _report(
+    config: ReportConfig, target: Target, base: list[dict[str, Any]] | None
+) -> None:
     from rich.console import Console
 
     from jaxckpt.training import reporting
     from jaxckpt.training.job import Job
     from jaxckpt.training.report_table import draw_frontier, print_rows
 
-    console = Console()
+    console = Console(markup=False, emoji=False, highlight=False)
     cache = Path(config.cache)
     none = config.train_config("none")
     if config.function:
         jobs = [Job(none, config.target, config.function)]
     else:
         policies = config.policies or reporting.default_policies(none)
-        jobs = [Job(config.train_config(policy), config.target) for policy in policies]
+        jobs = [
+            Job(config.train_config(policy), config.target)
+            for policy in dict.fromkeys(policies)
+        ]
     with console.status("") as status:
 
         def progress(text: str) -> None:
             status.update(text)
             if not console.is_terminal:
-                console.print(text, highlight=False, soft_wrap=True)
+                console.print(text, soft_wrap=True)
 
         rows = reporting.compile_rows(jobs, cache, progress)
+        good = [row for row in rows if "error" not in row]
+        if not good and rows[0]["bad_input"]:
+            raise ConfigError(rows[0]["error"])
+        limit = good[0]["memory_limit"] if good else target.memory_limit
+        if config.max_batch and not limit:
+            raise ConfigError(_NO_LIMIT)
         reporting.add_savings(rows)
-        if config.max_batch and target.memory_limit and not config.function:
-            unit = _batch_unit(config, target)
-            for job, row in zip(jobs, rows, strict=True):
-                if "error" not in row:
-                    row["max_batch"] = reporting.largest_batch(
-                        job, unit, cache, progress
-                    )
+        for job, row in zip(jobs, rows, strict=True):
+            if config.max_batch and "error" not in row:
+                unit = _batch_unit(config, row["num_devices"])
+                row["max_batch"] = reporting.largest_batch(job, unit, cache, progress)
+    of_model = not config.function
     report = {
-        "model": config.function or config.model,
+        "model": config.model if of_model else config.function,
         "target": config.target,
-        "mesh": config.mesh,
-        "batch_size": config.batch_size,
-        "sequence_length": none.sequence_length,
+        "device": good[0]["device"] if good else "",
+        "memory_limit": limit,
+        "mesh": _mesh_text(config, good[0]["num_devices"]) if good and of_model else "",
+        "batch_size": config.batch_size if of_model else None,
+        "sequence_length": none.sequence_length if of_model else None,
         "rows": rows,
-        "advice": reporting.advice(rows, none, target),
+        "advice": reporting.advice(rows, none if of_model else None, limit),
     }
-    print_rows(report, target, console)
+    print_rows(report, console)
     for path in filter(None, (config.json, config.save)):
         Path(path).write_text(json.dumps(report, indent=2) + "\n")
-    if config.plot:
-        draw_frontier(report, target, Path(config.plot))
-    if all("error" in row for row in rows):
+    if not good:
         command_line.fail(PROG, "no program compiled; the reasons are above", code=1)
+    if config.plot:
+        draw_frontier(report, Path(config.plot))
     if base is not None:
-        _gate(reporting.grown(base, rows, config.tolerance_share), console)
+        _gate(reporting.grown(base, rows, config.tolerance_share), config, console)
 
 
-def _gate(growth: list[Any], console: Any) -> None:
+def _gate(growth: list[Any], config: ReportConfig, console: "Console") -> None:
     for line in growth:
-        console.print(str(line), style="bold red", highlight=False)
+        console.print(str(line), style="bold red")
     if growth:
-        command_line.fail(PROG, "memory grew past the tolerance", code=1)
-    console.print("memory did not grow past the tolerance")
+        command_line.fail(
+            PROG, f"memory grew more than {config.tolerance} over {config.compare}", 1
+        )
+    console.print(f"no memory grew more than {config.tolerance} over {config.compare}")
 
 
-def _read_base(path: str) -> list[dict[str, Any]]:
+def _read_base(config: ReportConfig) -> list[dict[str, Any]]:
     try:
-        return json.loads(Path(path).read_text())["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--compare={path} is no saved report: {error}") from error
+        base = json.loads(Path(config.compare).read_text())
+        kept = {"model": base["model"], "target": base["target"]}
+        rows = [row for row in base["rows"] if "error" not in row]
+        _ = [(row["policy"], row["device_total_bytes"]) for row in rows]
+    except OSError as error:
+        raise ConfigError(f"--compare={config.compare}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--compare={config.compare} is no saved report") from error
+    now = {"model": config.function or config.model, "target": config.target}
+    for key, value in kept.items():
+        if value != now[key]:
+            raise ConfigError(
+                f"--compare={config.compare} is of {key} {value}, this of {now[key]}"
+            )
+    return rows
 
 
-def _batch_unit(config: ReportConfig, target: Target) -> int:
-    sizes = resolve_mesh(config.mesh, target.num_devices)
+def _batch_unit(config: ReportConfig, num_devices: int) -> int:
+    sizes = resolve_mesh(config.mesh, num_devices)
     return sizes.get("data", 1) * sizes.get("fsdp", 1) * config.accumulate
+
+
+def _mesh_text(config: ReportConfig, num_devices: int) -> str:
+    sizes = resolve_mesh(config.mesh, num_devices)
+    return ",".join(f"{axis}:{size}" for axis, size in sizes.items())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,18 @@ from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.training.config import TrainConfig
 
 
+_OF_MODEL = (
+    "model",
+    "policies",
+    "mesh",
+    "sequence_parallel",
+    "batch_size",
+    "seq_len",
+    "accumulate",
+    "max_batch",
+)
+
+
 @dataclass(frozen=True)
 class ReportConfig:
     """Compare policies by what the compiler says of their training steps."""
@@ -33,17 +45,17 @@ class ReportConfig:
     """Micro-batches that a batch is split into."""
     function: str = ""
     """Report on your own step instead: package.module:make_step, which returns
-    (step, arguments)."""
+    (step, arguments). It gets the devices, to build a mesh, if it takes a parameter."""
     max_batch: bool = False
-    """Find the largest batch that fits, per policy."""
+    """Find the largest batch that fits, per policy. Compiles several sizes of each."""
     json: str = ""
     """Write everything to this file."""
     plot: str = ""
-    """Draw memory against recomputation to this .png."""
+    """Draw memory against recomputation to this .png, .svg or .pdf."""
     save: str = ""
     """Keep the rows in this file, to compare with later."""
     compare: str = ""
-    """Compare with rows kept before: exit code 1 when memory grew."""
+    """Compare with rows that --save kept: exit code 1 when memory grew."""
     tolerance: str = "2%"
     """Growth that --compare accepts."""
     cache: str = "runs/report-cache"
@@ -57,6 +69,22 @@ class ReportConfig:
         for policy in self.policies:
             self.train_config(policy)
         _ = self.tolerance_share
+        if self.function:
+            self._refuse_sizes()
+
+    def _refuse_sizes(self) -> None:
+        """A user's own step has its sizes in it: these flags would do nothing."""
+        for field in dataclasses.fields(self):
+            name = field.name
+            if name in _OF_MODEL and getattr(self, name) != field.default:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} has no effect on --function, whose "
+                    "step brings its model, sizes and mesh; leave it out"
+                )
+        if self.architecture != PRESETS["tiny"]:
+            raise ConfigError(
+                "--function brings its own model; leave out the model's flags"
+            )
 
     def train_config(self, policy: str) -> TrainConfig:
         """The training run whose step a row compiles."""

@@ -11,7 +11,7 @@ Split layout of a pytree of per-layer values (weights, keys, ...):
   unrolled (``scan=False``) it is ``{"layer_0": tree, "layer_1": tree, ...}``.
 
 The canonical layout, which does not depend on the plan, is the list of per-layer
-trees: `split_layers` and `merge_layers` go between the two.
+trees: `join_layers` and `merge_layers` go between the two.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def stack(
         or its object.
       num_layers: depth of the stack.
       scan: False unrolls the layers into straight-line code. That compiles slower
-        and on GPU can keep all layers' activations alive; see the README.
+        and on GPU can keep all layers' activations alive.
 
     Returns:
       ``(carry, values) -> (carry, outputs)``, values and outputs in split layout.
@@ -92,34 +92,40 @@ def split_layers(
     Call it where the weights are made, not inside the training step: it copies.
 
     Args:
-      values: a pytree whose leaves are stacked, (num_layers, ...), or the list of
-        the layers' own trees (the canonical layout).
+      values: a pytree whose leaves are stacked, (num_layers, ...).
       plan, num_layers, scan: as given to `stack`.
     """
+    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(values)}
+    if sizes - {(num_layers,)}:
+        raise PolicyError(
+            f"per-layer values need a leading axis of {num_layers}, not "
+            f"{sorted(sizes - {(num_layers,)})[0]}; join_layers takes a list of layers"
+        )
+    layers = [
+        jax.tree.map(lambda leaf, i=i: leaf[i], values) for i in range(num_layers)
+    ]
+    return join_layers(layers, plan, num_layers, scan=scan)
+
+
+def join_layers(
+    layers: Sequence[Tree], plan: str | Layers, num_layers: int, *, scan: bool = True
+) -> dict[str, Tree]:
+    """Brings a list of per-layer trees (the canonical layout) into a plan's layout.
+
+    As `split_layers`, for layers that are not stacked; undoes `merge_layers`.
+    """
     plan = layer_plan(plan, num_layers)
-    if isinstance(values, list):
-        layers = values
-        if len(layers) != num_layers:
-            raise PolicyError(f"{len(layers)} layers for a stack of {num_layers}")
-    else:
-        sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(values)}
-        if sizes - {(num_layers,)}:
-            raise PolicyError(
-                f"per-layer values need a leading axis of {num_layers}, not "
-                f"{sorted(sizes - {(num_layers,)})[0]}"
-            )
-        layers = [
-            jax.tree.map(lambda leaf, i=i: leaf[i], values) for i in range(num_layers)
-        ]
+    if len(layers) != num_layers:
+        raise PolicyError(f"{len(layers)} layers for a stack of {num_layers}")
     if not scan:
         return {f"layer_{index}": layer for index, layer in enumerate(layers)}
-    return _split_runs(plan.runs, layers)
+    return _split_runs(plan.runs, list(layers))
 
 
 def merge_layers(
     split: dict[str, Tree], plan: str | Layers, num_layers: int, *, scan: bool = True
 ) -> list[Tree]:
-    """The list of per-layer trees of values in split layout; undoes `split_layers`."""
+    """The list of per-layer trees of values in split layout; undoes `join_layers`."""
     plan = layer_plan(plan, num_layers)
     if not scan:
         return [split[f"layer_{index}"] for index in range(num_layers)]
@@ -133,9 +139,9 @@ def layout_keys(plan: LayerPlan, *, scan: bool) -> list[str]:
     return [f"layer_{index}" for index in range(plan.num_layers)]
 
 
-def in_loop(run: Run, *, scan: bool) -> bool:
-    """Whether a run's body sits in a loop that XLA keeps: more than one iteration."""
-    return scan and run.count > 1
+def in_loop(run: Run) -> bool:
+    """Whether a scanned run is a loop that XLA keeps: more than one iteration."""
+    return run.count > 1
 
 
 def _scan_runs(body: Body, runs: Sequence[Run], carry, values):
@@ -153,7 +159,7 @@ def _iteration(body: Body, run: Run) -> Body:
         return _scan_runs(body, run.group, carry, values)
 
     once = group if run.group else body
-    return checkpoint(once, run.policy, in_loop=in_loop(run, scan=True))
+    return checkpoint(once, run.policy, in_loop=in_loop(run))
 
 
 def _unroll(body: Body, plan: LayerPlan, carry, values):
@@ -169,8 +175,7 @@ def _unroll(body: Body, plan: LayerPlan, carry, values):
                     carry, output = body(carry, values[f"layer_{start}"])
                     return carry, [output]
 
-                looped = in_loop(run, scan=False)
-                carry, outputs = checkpoint(once, run.policy, in_loop=looped)(carry)
+                carry, outputs = checkpoint(once, run.policy, in_loop=False)(carry)
                 found += outputs
                 start += run.layers_per_iteration
         return carry, found

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxckpt.compiler.memory import MemoryBytes, compile_step, memory_bytes
 from jaxckpt.compiler.residuals import block_residuals
@@ -19,6 +18,7 @@ from jaxckpt.compiler.targets import TargetError, parse_target
 from jaxckpt.naming import is_array
 from jaxckpt.policies import FULL, Policy, parse_policy
 from jaxckpt.remat import remat
+from jaxckpt.training.user_step import ready_step
 from jaxckpt.units import format_bytes, parse_bytes
 
 
@@ -31,8 +31,11 @@ def assert_peak_below(
     """Fails when a compiled step needs more device memory than a limit.
 
     Args:
-      step: a function, jitted or not; donation and shardings are those of its jit.
-      *arguments: arrays or `jax.ShapeDtypeStruct`; without shardings, on one device.
+      step: jitted by JAX, NNX or Equinox, or not jitted. Donation and shardings are
+        those of its jit.
+      *arguments: arrays, taken for their shapes, or `jax.ShapeDtypeStruct`. Those
+        without a sharding are copied to every device of the mesh that others are on,
+        or else go to the first device.
       limit: bytes per device, ``"14GiB"``, or a share of the target's, ``"90%"``.
       target: what to compile for: ``"attached"``, ``"cpu"``, ``"h100:8"``, ``"t4:1"``.
 
@@ -55,17 +58,10 @@ def assert_peak_below(
             "at the top of conftest.py"
         )
     devices = wanted.devices()
-    on_one = SingleDeviceSharding(devices[0])
-
-    def place(leaf: Any) -> Any:
-        if not is_array(leaf):
-            return leaf
-        given = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=given or on_one)
-
+    jitted, arguments = ready_step(step, arguments, devices)
     compiled, _ = compile_step(
-        step if hasattr(step, "lower") else jax.jit(step),
-        *jax.tree.map(place, arguments),
+        jitted,
+        *arguments,
         platform="gpu" if wanted.is_absent else devices[0].platform,
     )
     memory = memory_bytes(compiled)

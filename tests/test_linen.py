@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxckpt import PolicyError, Stack, layer_plan, merge_layers, split_layers
+from jaxckpt import PolicyError, Stack, join_layers, layer_plan, merge_layers
 
 WIDTH = 8
 DROPOUT = {"dropout": jax.random.key(7)}
@@ -73,7 +73,7 @@ def step(model, layers, deterministic):
         )
         return (y**2).sum()
 
-    params = split_layers(layers, model.plan, model.num_layers, scan=model.scan)
+    params = join_layers(layers, model.plan, model.num_layers, scan=model.scan)
     value, (of_params, of_x) = loss(params, inputs())
     return value, canonical(of_params, model), of_x
 
@@ -164,7 +164,7 @@ def test_a_stack_is_the_loop_over_its_blocks(references, assert_same):
     layers, y = references(7, deterministic=True)[0], inputs()
     for layer in layers:
         y = Block().apply({"params": layer}, y)
-    variables = {"params": split_layers(layers, "every:3", 7)}
+    variables = {"params": join_layers(layers, "every:3", 7)}
     assert_same(Stack(Block, 7, "every:3").apply(variables, inputs()), y)
 
 
@@ -221,7 +221,7 @@ def test_e7_extra_arguments_go_to_every_layer(
     for layer in layers:
         y = Block().apply({"params": layer}, y, *args, **kwargs)
     model = Stack(Block, 7, plan, scan=scan)
-    variables = {"params": split_layers(layers, plan, 7, scan=scan)}
+    variables = {"params": join_layers(layers, plan, 7, scan=scan)}
     assert_same(model.apply(variables, inputs(), *args, **kwargs), y)
 
 
@@ -234,7 +234,7 @@ def test_arguments_do_not_change_the_parameters(references, assert_same):
 
 def test_extra_arrays_are_differentiated(references, assert_same):
     def grad(plan):
-        variables = {"params": split_layers(references(7, True)[0], plan, 7)}
+        variables = {"params": join_layers(references(7, True)[0], plan, 7)}
         model = Stack(Block, 7, plan)
         loss = lambda mask: (model.apply(variables, inputs(), mask) ** 2).sum()  # noqa: E731
         return jax.jit(jax.grad(loss), compiler_options=QUICK)(jnp.arange(8.0))

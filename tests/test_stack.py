@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxckpt import PolicyError, layer_plan, merge_layers, split_layers, stack
+from jaxckpt import (
+    PolicyError,
+    join_layers,
+    layer_plan,
+    merge_layers,
+    split_layers,
+    stack,
+)
 
 WIDTH = 8
 QUICK = {"xla_backend_optimization_level": 0}  # compiles in half the time
@@ -154,7 +161,7 @@ def test_m2_split_and_merge_undo_each_other(num_layers, plan, scan):
     assert len(layers) == num_layers
     for index, one in enumerate(layers):
         np.testing.assert_array_equal(one["w"], values["w"][index])
-    again = split_layers(layers, plan, num_layers, scan=scan)
+    again = join_layers(layers, plan, num_layers, scan=scan)
     jax.tree.map(np.testing.assert_array_equal, again, split)
 
 
@@ -232,7 +239,7 @@ def test_wrong_depth_is_an_error():
     with pytest.raises(PolicyError, match="need a leading axis of 7"):
         split_layers({"w": jnp.float32(1)}, "full", 7)
     with pytest.raises(PolicyError, match="6 layers for a stack of 7"):
-        split_layers(6 * [jnp.ones(3)], "full", 7)
+        join_layers(6 * [jnp.ones(3)], "full", 7)
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -344,6 +344,8 @@ class Target:
         import jax
 
         attached = jax.devices()  # first: lets JAX discover its plugins
+        if self.text == "cpu":
+            return list(jax.devices("cpu"))
         if not self.is_absent:
             return list(attached)
         from jax.experimental import topologies

@@ -50,8 +50,8 @@ class TrainConfig:
     """Tokens per sequence. Default: the model's max_seq_len."""
     accumulate: int = 1
     """Micro-batches that a batch is split into, one after the other."""
-    learning_rate: float = 0.0
-    """Peak learning rate of AdamW, after the warm-up. 0: 3e-3 x 128 / dim."""
+    learning_rate: float | None = None
+    """Peak learning rate of AdamW, after the warm-up. Default: 3e-3 x 128 / dim."""
     warmup_steps: int = 20
     """Steps of linear warm-up; a cosine to a tenth of the peak follows."""
     weight_decay: float = 0.1
@@ -77,7 +77,7 @@ class TrainConfig:
             _require(getattr(self, field) > 0, field, self, "must be positive")
         for field in _NOT_NEGATIVE:
             _require(getattr(self, field) >= 0, field, self, "must be 0 or more")
-        for field in ("weight_decay", "learning_rate", "clip_norm"):
+        for field in ("weight_decay", "peak_learning_rate", "clip_norm"):
             _require(math.isfinite(getattr(self, field)), field, self, "is not finite")
         _require(
             self.seed < 2**31, "seed", self, f"is too large; use {2**31 - 1} at most"
@@ -119,7 +119,9 @@ class TrainConfig:
 
     @property
     def peak_learning_rate(self) -> float:
-        return self.learning_rate or 3e-3 * 128 / self.architecture.dim
+        if self.learning_rate is None:
+            return 3e-3 * 128 / self.architecture.dim
+        return self.learning_rate
 
     @property
     def micro_batch_size(self) -> int:
@@ -144,7 +146,7 @@ _NOT_NEGATIVE = (
     "eval_every",
     "snapshot_every",
     "weight_decay",
-    "learning_rate",
+    "peak_learning_rate",
     "seed",
 )
 
@@ -188,7 +190,8 @@ def resolve_mesh(text: str, num_devices: int) -> dict[str, int]:
     if needed != num_devices:
         raise ConfigError(
             f"--mesh={text} needs {needed} devices and there are {num_devices}; "
-            f"--virtual-devices={needed} makes that many of a CPU"
+            f"--virtual-devices={needed} makes that many of a CPU (in a report, "
+            "--target=cpu)"
         )
     return sizes
 
@@ -215,6 +218,11 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
         ("mlp_dim", joined, "fsdp x tensor"),
         ("vocab_size", tensor, "tensor"),
     ]
+    if config.sequence_parallel and tensor == 1:
+        raise ConfigError(
+            "--sequence-parallel shards over the tensor axis, and the mesh has none; "
+            "use --mesh=tensor:2 or more"
+        )
     if config.sequence_parallel:
         uses.append(("seq_len", tensor, "tensor"))
     for field, parts, axes in uses:
@@ -265,7 +273,7 @@ def _require(condition: bool, field: str, config: TrainConfig, problem: str) -> 
 
 
 def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
+    return f"--{field.removeprefix('peak_').replace('_', '-')}"
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -26,6 +26,7 @@ from jaxckpt.training.config import TrainConfig
 
 _RESULT = "jaxckpt-row: "
 _PEAK_SHOWN = 24
+_REASON = 300  # characters of a failure that are told
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,17 @@ def run_job(job: Job, cache: Path) -> dict[str, Any]:
 
     Args:
       job: what to compile.
-      cache: folder of rows by content: the job, the version of JAX and our own code.
+      cache: folder of rows by content: the job, its target, the version of JAX and our
+        own code. Steps of a user and attached devices are compiled every time: what
+        they depend on cannot be seen from here.
 
     Returns:
-      The row, or ``{"policy", "error"}`` with the reason in one line.
+      The row, or ``{"policy", "error", "bad_input"}`` with the reason in one line, and
+      whether what was asked for is at fault.
     """
     path = cache / f"{_digest(job)}.json"
-    if path.exists():
+    is_cached = not job.function and job.target != "attached"
+    if is_cached and path.exists():
         return json.loads(path.read_text())
     with tempfile.TemporaryDirectory(prefix="jaxckpt-dump-") as dump:
         done = subprocess.run(
@@ -85,9 +90,9 @@ def run_job(job: Job, cache: Path) -> dict[str, Any]:
     if not found:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         reason = f"the compiler ended with code {done.returncode}: {reason}"
-        return {"policy": job.policy, "error": reason}
+        return {"policy": job.policy, "error": reason, "bad_input": False}
     row = json.loads(found[0].removeprefix(_RESULT))
-    if "error" not in row:
+    if is_cached and "error" not in row:
         cache.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.tmp")
         partial.write_text(json.dumps(row))
@@ -104,7 +109,10 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
     target = parse_target(job.target)
     built = _user_step(job, target) if job.function else _model_step(job, target)
     memory = memory_bytes(built.compiled)
-    hlo = parse_hlo(built.compiled.as_text())
+    text = built.compiled.as_text()
+    hlo = parse_hlo(text)
+    devices = target.devices()
+    limit = target.memory_limit or _attached_limit(devices[0])
     step = CompiledStep(
         policy=job.policy,
         plan=built.plan,
@@ -113,15 +121,18 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
         residuals=built.residuals,
         compile_seconds=built.seconds,
     )
-    row = step_row(step, memory, target.memory_limit)
-    return row | {
+    return step_row(step, memory, limit) | {
+        "applied": "as written" if job.function else str(built.plan),
+        "memory_limit": limit,
+        "device": target.kind.name if target.kind else devices[0].device_kind,
+        "num_devices": len(devices),
         "attention": built.attention,
         "collective_bytes": {
             phase: sum(kinds.values()) for phase, kinds in hlo.collective_bytes.items()
         },
         "host_transfer_bytes": hlo.host_transfer_bytes,
         "lint": built.lint,
-        "peak": _peak(dump, built.module, hlo),
+        "peak": _peak(dump, text, hlo),
         **_estimates(hlo, target),
     }
 
@@ -132,7 +143,6 @@ class _Built:
 
     compiled: Any
     seconds: float
-    module: str
     attention: str
     plan: LayerPlan
     residuals: Any
@@ -153,12 +163,11 @@ def _model_step(job: Job, target: Target) -> _Built:
         program.state,
         program.batch,
         platform=prepared.platform,
-        estimate_time=True,
+        estimate_time=target.is_absent,
     )
     return _Built(
         compiled,
         seconds,
-        module="jit_step",
         attention=prepared.attention,
         plan=program.plan,
         residuals=layer_residuals(config, placement),
@@ -167,20 +176,28 @@ def _model_step(job: Job, target: Target) -> _Built:
 
 
 def _user_step(job: Job, target: Target) -> _Built:
+    import jax
+
     from jaxckpt.compiler.memory import compile_step
     from jaxckpt.linter import lint_step
-    from jaxckpt.training.user_step import load_step
+    from jaxckpt.training.user_step import UserStepError, load_step, reason
 
     devices = target.devices()
     step, arguments = load_step(job.function, devices)
     platform = "gpu" if target.is_absent else devices[0].platform
-    compiled, seconds = compile_step(
-        step, *arguments, platform=platform, estimate_time=True
-    )
+    try:
+        compiled, seconds = compile_step(
+            step, *arguments, platform=platform, estimate_time=target.is_absent
+        )
+    except jax.errors.JaxRuntimeError:  # the compiler's
+        raise
+    except Exception as error:
+        raise UserStepError(
+            f"{job.function} does not trace: {reason(error)}"
+        ) from error
     return _Built(
         compiled,
         seconds,
-        module=f"jit_{step.__name__}",
         attention="",
         plan=LayerPlan((Run(1, NONE),)),
         residuals=lambda policy: [],
@@ -188,9 +205,14 @@ def _user_step(job: Job, target: Target) -> _Built:
     )
 
 
-def _peak(dump: Path, module: str, hlo: Any) -> list[dict[str, Any]]:
+def _attached_limit(device: Any) -> int | None:
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def _peak(dump: Path, text: str, hlo: Any) -> list[dict[str, Any]]:
     from jaxckpt.compiler.peak import find_peak_files, peak_values
 
+    module = text.removeprefix("HloModule ").split(",", 1)[0].strip()
     files = find_peak_files(dump, module)
     values = peak_values(*(file.read_text() for file in files), hlo)
     return [dataclasses.asdict(value) for value in values[:_PEAK_SHOWN]]
@@ -227,6 +249,10 @@ def _environment(target: str, dump: str) -> dict[str, str]:
 def _digest(job: Job) -> str:
     """Of everything that a row depends on."""
     content = hashlib.sha256(job.as_json().encode())
+    content.update(parse_target(job.target).config.encode())
+    for name in sorted(os.environ):
+        if name.startswith(("JAX_", "XLA_")):
+            content.update(f"{name}={os.environ[name]}".encode())
     for package in ("jax", "jaxlib", "flax", "jax-cuda13-plugin", "nvidia-cudnn-cu13"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             content.update(importlib.metadata.version(package).encode())
@@ -240,11 +266,13 @@ def _main() -> None:
     try:
         row = compile_row(job, Path(sys.argv[1]))
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        kind = (
-            "" if type(error).__module__.startswith("jaxckpt") else type(error).__name__
-        )
-        row = {"policy": job.policy, "error": f"{kind} {reason}".strip()}
+        ours = type(error).__module__.startswith("jaxckpt")
+        told = (str(error).strip().splitlines() or [""])[0][:_REASON]
+        row = {
+            "policy": job.policy,
+            "error": told if ours else f"{type(error).__name__}: {told}",
+            "bad_input": ours and isinstance(error, ValueError),
+        }
     print(_RESULT + json.dumps(row))
 
 

@@ -1,100 +1,105 @@
 """A report for people: one table, the verdict, what is at the peak, and a picture."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxckpt.compiler.targets import Target
-from jaxckpt.models.presets import ConfigError
 from jaxckpt.units import format_bytes
 
 _PEAK_SHOWN = 8
+_WIDE = 120  # columns from which each number has a column of its own
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#B8A800")
+_LIMIT_COLOR = "#D55E00"
 
 
-def print_rows(report: dict[str, Any], target: Target, console: Console) -> None:
+def print_rows(report: dict[str, Any], console: Console) -> None:
     """Prints a report; failed rows keep their place with the reason."""
     rows = report["rows"]
-    limit = target.memory_limit
-    mesh = f", mesh {report['mesh']}" if report["mesh"] else ""
-    console.print(
-        f"\n{report['model']} on {report['target']}{mesh}: batch "
-        f"{report['batch_size']}, sequence {report['sequence_length']}",
-        style="bold",
-        highlight=False,
+    good = [row for row in rows if "error" not in row]
+    head = f"\n{report['model']} on {report['target']}"
+    if report["mesh"]:
+        head += f", mesh {report['mesh']}"
+    if report["batch_size"]:
+        head += f", batch {report['batch_size']}, sequence {report['sequence_length']}"
+    console.print(head, style="bold")
+    for attention in sorted({row["attention"] for row in good if row["attention"]}):
+        console.print(attention)
+    console.print(_table(rows, report["memory_limit"], console.width >= _WIDE))
+    for row in rows:
+        if "error" in row:
+            console.print(f"{row['policy']} failed: {row['error']}", style="red")
+    for row in good:
+        for finding in row.get("lint", []):
+            console.print(f"{row['policy']}: {finding}", style="yellow")
+    _print_peak(good, console)
+    for line in report["advice"]:
+        console.print(line, style="bold")
+
+
+def _table(rows: list[dict[str, Any]], limit: int | None, wide: bool) -> Table:
+    totals = [row.get("device_total_bytes") or 0 for row in rows]
+    unit, size = ("GiB", 2**30) if max(totals) >= 2**30 else ("MiB", 2**20)
+    title = (
+        f"{unit} per device as compiled; recomputed FLOPs as counted; collectives as "
+        "counted: forward/recompute/backward; step: estimated"
     )
-    for attention in sorted({r["attention"] for r in rows if r.get("attention")}):
-        console.print(attention, highlight=False)
-    table = Table(title="GiB per device, compiled", title_justify="left")
-    table.add_column("policy", overflow="fold")
-    for column in (
-        "total",
-        "temp",
-        "host",
-        "saved",
-        "recompute",
-        "collectives\nfwd/re/bwd",
-        "step ms\nestimated",
-        "bound",
-        "fits",
-    ):
-        table.add_column(column, justify="right")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("policy", overflow="fold", min_width=16)
+    columns = ["total", "temp", "host", "saved", "recom-\npute", "collec-\ntives"]
+    columns += ["step ms", "bound by"] if wide else ["step\nms"]
+    columns.append("fits")
     if any("max_batch" in row for row in rows):
-        table.add_column("max\nbatch", justify="right")
+        columns.append("max\nbatch")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         if "error" in row:
             table.add_row(row["policy"], "failed")
         else:
-            table.add_row(row["policy"], *_cells(row, limit))
-    console.print(table)
-    for row in rows:
-        if "error" in row:
-            console.print(f"{row['policy']} failed: {row['error']}", style="red")
-    seconds = [row["compile_seconds"] for row in rows if "error" not in row]
-    if seconds:
-        console.print(f"compiled in {sum(seconds):.0f} s of one process each")
-    for row in rows:
-        for finding in row.get("lint", []):
-            console.print(f"{row['policy']}: {finding}", style="yellow")
-    _print_peak(rows, console)
-    for line in report["advice"]:
-        console.print(line, style="bold", highlight=False)
+            table.add_row(row["policy"], *_cells(row, limit, size, wide))
+    return table
 
 
-def _cells(row: dict[str, Any], limit: int | None) -> list[str]:
-    moved = row["collective_bytes"]
-    fits = "unknown"
+def _cells(row: dict[str, Any], limit: int | None, size: int, wide: bool) -> list[str]:
+    def shown(value: int | None) -> str:
+        return "?" if value is None else f"{value / size:.2f}"
+
+    fits = "?"
     if limit and row["device_total_bytes"]:
         over = row["device_total_bytes"] - limit
-        fits = "yes" if over <= 0 else f"no: +{_gib(over)}"
-    seconds = row["estimated_step_seconds"]
-    cells = [
-        _gib(row["device_total_bytes"]),
-        _gib(row["temp_bytes"]),
-        _gib(row["host_temp_bytes"]),
-        "?" if row["activation_saving"] is None else f"{row['activation_saving']:.1%}",
+        fits = "yes" if over <= 0 else f"+{shown(over)}"
+    saving, seconds = row["activation_saving"], row["estimated_step_seconds"]
+    moved = [row["collective_bytes"][p] for p in ("forward", "recompute", "backward")]
+    time = ["?" if seconds is None else f"{1000 * seconds:.3g}", row["bound"] or "?"]
+    return [
+        shown(row["device_total_bytes"]),
+        shown(row["temp_bytes"]),
+        shown(row["host_temp_bytes"]),
+        "?" if saving is None else f"{saving:.1%}",
         f"{row['recompute_fraction']:.1%}",
-        "/".join(_gib(moved[phase]) for phase in ("forward", "recompute", "backward")),
-        "?" if seconds is None else f"{1000 * seconds:.0f}",
-        row["bound"] or "?",
+        ("/" if wide else "\n").join(map(shown, moved)) if any(moved) else "0",
+        *(time if wide else ["\n".join(time)]),
         fits,
+        *([str(row["max_batch"])] if "max_batch" in row else []),
     ]
-    return cells + ([str(row["max_batch"])] if "max_batch" in row else [])
-
-
-def _gib(value: int | None) -> str:
-    return "?" if value is None else f"{value / 2**30:.2f}"
 
 
 def _print_peak(rows: list[dict[str, Any]], console: Console) -> None:
     """What is live at the worst moment of the largest program."""
-    good = [row for row in rows if row.get("peak")]
-    if not good:
+    if not rows:
         return
-    row = max(good, key=lambda row: row["device_total_bytes"] or 0)
-    table = Table(title=f"at the peak of {row['policy']}", title_justify="left")
-    for column in ("bytes", "what", "phase", "source"):
+    row = max(rows, key=lambda row: row["device_total_bytes"] or 0)
+    table = Table(
+        title=f"largest at the peak of {row['policy']}, as compiled",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for column in ("what", "phase", "source"):
         table.add_column(column, overflow="fold")
     for value in row["peak"][:_PEAK_SHOWN]:
         source = "/".join(value["source"].split("/")[-2:])
@@ -104,40 +109,39 @@ def _print_peak(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def draw_frontier(report: dict[str, Any], target: Target, path: Path) -> None:
+def draw_frontier(report: dict[str, Any], path: Path) -> None:
     """Draws device memory against recomputation, with the device's limit."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot needs pip install 'jaxckpt[plot]'") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    rows = [row for row in report["rows"] if "error" not in row]
-    for row in rows:
-        x = 100 * row["recompute_fraction"]
-        y = row["device_total_bytes"] / 2**30
-        marker = "o" if row["fits"] in (True, None) else "x"
-        axes.plot(x, y, marker, color="#0072B2", markersize=8)
+    rows = [row for row in report["rows"] if row.get("device_total_bytes")]
+    names = [textwrap.fill(row["policy"], 72) for row in rows]
+    key_height = 0.25 * sum(name.count("\n") + 1 for name in names)
+    figure, axes = pyplot.subplots(figsize=(8, 4.6 + key_height), layout="constrained")
+    for number, (row, name) in enumerate(zip(rows, names, strict=True), 1):
+        x, y = 100 * row["recompute_fraction"], row["device_total_bytes"] / 2**30
+        color = _COLORS[(number - 1) % len(_COLORS)]
+        marker = "X" if row["fits"] is False else "o"
+        axes.plot(x, y, marker, color=color, markersize=9, label=f"{number}  {name}")
+        # Numbers of points that may be close: above and below in turn.
+        offset, align = ((0, 7), "bottom") if number % 2 else ((0, -7), "top")
         axes.annotate(
-            row["policy"], (x, y), xytext=(6, 6), textcoords="offset points", size=8
-        )
-    if target.memory_limit:
-        limit = target.memory_limit / 2**30
-        axes.axhline(limit, color="#D55E00", linestyle="--")
-        axes.annotate(
-            f"{target.kind.name if target.kind else ''}: {limit:.1f} GiB",
-            (0, limit),
-            xytext=(4, 4),
-            textcoords="offset points",
-            color="#D55E00",
-            size=8,
-        )
+            str(number), (x, y), offset, textcoords="offset points",
+            ha="center", va=align, size=9, color=color,
+        )  # fmt: skip
+    if limit := report["memory_limit"]:
+        axes.axhline(
+            limit / 2**30, color=_LIMIT_COLOR, linestyle="--",
+            label=f"limit of {report['device']}: {format_bytes(limit)}",
+        )  # fmt: skip
     axes.set_xlabel("recomputed matmul FLOPs, % of the step without remat (counted)")
-    axes.set_ylabel("device memory, GiB per device (compiled)")
+    axes.set_ylabel("device memory, GiB (compiled)")
+    axes.margins(x=0.1, y=0.12)
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.15)
     axes.set_title(f"{report['model']} on {report['target']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", fontsize=9, frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -1,19 +1,20 @@
 """Compare policies on a target: rows from compile jobs, advice, and a memory gate."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxckpt.compiler.targets import Target
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.job import Job, run_job
 from jaxckpt.units import format_bytes
 
 _BYTES_PER_JOB = 5 * 2**30  # host memory that one compile for GPUs may take
+_FASTER = 0.03  # an estimate of a shorter step that is worth a word
 
 
 def default_policies(config: TrainConfig) -> tuple[str, ...]:
@@ -34,8 +35,7 @@ def compile_rows(
     jobs: Sequence[Job], cache: Path, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Runs jobs side by side, as many as memory and cores allow; rows in order."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    width = min(os.cpu_count() or 1, int(available // _BYTES_PER_JOB))
+    width = max(1, min(os.cpu_count() or 1, _available_bytes() // _BYTES_PER_JOB))
     done = 0
 
     def run(job: Job) -> dict[str, Any]:
@@ -45,10 +45,16 @@ def compile_rows(
         progress(f"compiled {done} of {len(jobs)}: {job.policy}")
         return row
 
-    progress(f"compiling {len(jobs)} programs, {max(width, 1)} at a time")
-    with ThreadPoolExecutor(max(width, 1)) as pool:
+    progress(f"compiling {len(jobs)} programs, {width} at a time")
+    with ThreadPoolExecutor(width) as pool:
         rows = list(pool.map(run, jobs))
     return rows
+
+
+def _available_bytes() -> int:
+    """Memory of this machine that is free or given back on demand."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return 1024 * int(found[1]) if found else 0
 
 
 def add_savings(rows: list[dict[str, Any]]) -> None:
@@ -62,42 +68,56 @@ def add_savings(rows: list[dict[str, Any]]) -> None:
 
 
 def advice(
-    rows: Sequence[dict[str, Any]], config: TrainConfig, target: Target
+    rows: Sequence[dict[str, Any]], config: TrainConfig | None, limit: int | None
 ) -> list[str]:
     """The verdict in plain words, one sentence per line.
 
     Standard training (no remat) where it uses at most 80 % of the device, 85 % below
     7 B parameters; else the cheapest policy that fits; else what dominates and what
     would help.
+
+    Args:
+      rows: of `compile_rows`, with `add_savings`.
+      config: the run that the policies were tried on; None for a user's own step.
+      limit: bytes of one device, None if they are not known.
     """
-    limit = target.memory_limit
-    good = [row for row in rows if "error" not in row]
-    if not limit or not good:
+    good = [row for row in rows if row.get("device_total_bytes")]
+    if not good:
         return []
-    share = 0.85 if config.architecture.num_params < 7e9 else 0.80
-    none = next((row for row in good if row["policy"] == "none"), None)
-    if none:
-        used = none["device_total_bytes"] / limit
-        if used <= share:
-            return [
-                f"Standard training fits: none uses {used:.0%} of "
-                f"{format_bytes(limit)} (up to {share:.0%} is safe). Checkpointing "
-                "would only cost time."
-            ]
-    fitting = [row for row in good if row["fits"]]
-    if fitting:
-        best = min(fitting, key=_cost)
-        used = best["device_total_bytes"] / limit
-        lines = [
-            f"Cheapest policy that fits: {best['policy']}, {used:.0%} of "
-            f"{format_bytes(limit)}, {best['recompute_fraction']:.1%} more FLOPs."
+    if not limit:
+        return [
+            "What fits is not known: the memory of this device is not. Give a "
+            "--target such as h100:8; it need not be there."
         ]
-        if used > share:
-            lines.append(
-                f"It leaves less than {1 - share:.0%} for fragmentation and workspace."
-            )
-        return lines
-    return [_what_would_help(min(good, key=lambda r: r["device_total_bytes"]), limit)]
+    share = 0.85 if config is None or config.architecture.num_params < 7e9 else 0.80
+    fitting = [row for row in good if row["device_total_bytes"] <= limit]
+    if not fitting:
+        smallest = min(good, key=lambda row: row["device_total_bytes"])
+        return [_what_would_help(smallest, good, config, limit)]
+    none = next((row for row in good if row["policy"] == "none"), None)
+    if none and none["device_total_bytes"] <= share * limit:
+        return [
+            f"Standard training fits: none uses {_used(none, limit)} (up to "
+            f"{share:.0%} is safe). Checkpointing is not needed.",
+            *_estimated_faster(none, fitting),
+        ]
+    best = min(fitting, key=_cost)
+    if config is None:
+        lines = [f"It fits: {_used(best, limit)}."]
+    else:
+        lines = [
+            f"Cheapest policy that fits: {best['policy']}, {_used(best, limit)}, "
+            f"{best['recompute_fraction']:.1%} more FLOPs."
+        ]
+    if best["device_total_bytes"] > share * limit:
+        lines.append(
+            f"It leaves less than {1 - share:.0%} for fragmentation and workspace."
+        )
+    return lines
+
+
+def _used(row: dict[str, Any], limit: int) -> str:
+    return f"{row['device_total_bytes'] / limit:.0%} of {format_bytes(limit)}"
 
 
 def _cost(row: dict[str, Any]) -> tuple[float, float]:
@@ -105,21 +125,44 @@ def _cost(row: dict[str, Any]) -> tuple[float, float]:
     return seconds, row["recompute_fraction"]
 
 
-def _what_would_help(row: dict[str, Any], limit: int) -> str:
+def _estimated_faster(
+    none: dict[str, Any], fitting: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Saving less writes less: where memory bounds a step, a policy can win."""
+    best, seconds = min(fitting, key=_cost), none["estimated_step_seconds"]
+    if not seconds or best["estimated_step_seconds"] > (1 - _FASTER) * seconds:
+        return []
+    return [
+        f"By the estimate {best['policy']} is faster still, "
+        f"{1000 * best['estimated_step_seconds']:.3g} ms for "
+        f"{1000 * seconds:.3g} ms: it moves fewer bytes. Measure both."
+    ]
+
+
+def _what_would_help(
+    row: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    config: TrainConfig | None,
+    limit: int,
+) -> str:
     over = row["device_total_bytes"] - limit
     largest = row["peak"][0]["what"] if row["peak"] else "unknown"
     if row["argument_bytes"] > limit:
-        help_ = "weights and optimizer state alone exceed it: shard them over more fsdp"
+        dominates = "weights and optimizer state alone exceed it: more devices on fsdp"
     elif row["argument_bytes"] > row["temp_bytes"]:
-        help_ = "weights and optimizer state dominate: more fsdp, or a smaller model"
+        dominates = "weights and optimizer state dominate: more devices on fsdp"
     else:
-        help_ = (
-            "activations dominate: a smaller --batch-size, more --accumulate, "
-            "--sequence-parallel with tensor, or more --loss-chunks"
-        )
+        ways = ["a smaller batch", "more micro-batches", "loss in more chunks"]
+        if config:
+            ways = ["a smaller --batch-size", "more --accumulate", "more --loss-chunks"]
+            if "tensor" in config.mesh and not config.sequence_parallel:
+                ways.append("--sequence-parallel")
+        if not any(other["host_temp_bytes"] for other in rows):
+            ways.append("offloading, as in offload:decoder_layer_input")
+        dominates = f"activations dominate: {', '.join(ways)}"
     return (
         f"Nothing fits: {row['policy']} needs {format_bytes(over)} more than "
-        f"{format_bytes(limit)}; largest at the peak: {largest}; {help_}."
+        f"{format_bytes(limit)}; largest at the peak: {largest}; {dominates}."
     )
 
 
@@ -147,23 +190,27 @@ def largest_batch(
 
 @dataclass(frozen=True)
 class Growth:
-    """A row whose memory grew past the tolerance.
+    """A row whose memory grew past the tolerance, or that no longer compiles.
 
     Attributes:
       policy: the row.
       field: what grew.
       before, after: bytes.
+      reason: why it does not compile.
     """
 
     policy: str
-    field: str
-    before: int
-    after: int
+    field: str = ""
+    before: int = 0
+    after: int = 0
+    reason: str = ""
 
     def __str__(self) -> str:
-        share = self.after / self.before - 1
+        if self.reason:
+            return f"{self.policy}: compiled before and fails now: {self.reason}"
+        share = f" by {self.after / self.before - 1:.2%}" if self.before else ""
         return (
-            f"{self.policy}: {self.field} grew by {share:.2%}, from "
+            f"{self.policy}: {self.field} grew{share}, from "
             f"{format_bytes(self.before)} to {format_bytes(self.after)}"
         )
 
@@ -171,18 +218,26 @@ class Growth:
 def grown(
     base: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], tolerance: float
 ) -> list[Growth]:
-    """The rows that need more memory than they did, past a tolerance.
+    """The rows that need more memory than they did, past a tolerance, or fail now.
+
+    Rows that failed before are left out, and so is what a backend does not say.
 
     Raises:
-      ConfigError: a row of the base is not among the new ones, or failed.
+      ConfigError: a row of the base is not among the new ones.
     """
     new = {row["policy"]: row for row in rows}
     found = []
     for old in base:
-        row = new.get(old["policy"], {"error": "not compiled"})
-        if "error" in row:
-            raise ConfigError(f"{old['policy']}: {row['error']}")
+        policy = old["policy"]
+        if "error" in old:
+            continue
+        if policy not in new:
+            raise ConfigError(f"{policy} is in --compare and not in --policies")
+        if "error" in new[policy]:
+            found.append(Growth(policy, reason=new[policy]["error"]))
+            continue
         for field in ("device_total_bytes", "temp_bytes", "host_temp_bytes"):
-            if row[field] > old[field] * (1 + tolerance):
-                found.append(Growth(old["policy"], field, old[field], row[field]))
+            before, after = old.get(field), new[policy][field]
+            if None not in (before, after) and after > before * (1 + tolerance):
+                found.append(Growth(policy, field, before, after))
     return found

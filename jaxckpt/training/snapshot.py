@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxckpt.models.presets import EXECUTION_FIELDS, ModelConfig
-from jaxckpt.stack import merge_layers, split_layers
+from jaxckpt.stack import join_layers, merge_layers
 from jaxckpt.training.step import Program, State, like_params
 
 FORMAT = 1
@@ -224,7 +224,7 @@ def from_canonical(program: Program, canonical: dict[str, Any]) -> State:
 
     def split(layers):
         in_order = [layers[f"layer_{index}"] for index in range(config.num_layers)]
-        return split_layers(
+        return join_layers(
             in_order, program.plan, config.num_layers, scan=config.scan_layers
         )
 

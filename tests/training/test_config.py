@@ -70,7 +70,7 @@ def test_resolve_mesh():
     for there in 1, 4, 16:
         assert error(resolve_mesh, "data:2,tensor:4", there) == (
             f"--mesh=data:2,tensor:4 needs 8 devices and there are {there}; "
-            "--virtual-devices=8 makes that many of a CPU"
+            "--virtual-devices=8 makes that many of a CPU (in a report, --target=cpu)"
         )
 
 
@@ -167,8 +167,13 @@ def test_k2_sizes_that_do_not_divide(architecture, fields, sizes, message):
     [{}, dict(data=2), dict(fsdp=2, tensor=4), dict(data=2, fsdp=2, tensor=2)],
 )
 def test_the_default_sizes_divide(sizes):
-    check_divisible(config(sequence_parallel=True), sizes)
+    check_divisible(config(sequence_parallel="tensor" in sizes), sizes)
     check_divisible(config(dict(max_seq_len=50)), sizes)  # only cut when asked
+
+
+def test_n1_sequence_parallel_without_a_tensor_axis_is_refused():
+    message = error(check_divisible, config(sequence_parallel=True), {"fsdp": 2})
+    assert message.startswith("--sequence-parallel shards over the tensor axis")
 
 
 def test_k2_a_batch_that_accumulation_does_not_divide():
