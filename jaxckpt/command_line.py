@@ -77,6 +77,17 @@ def run(main: Callable[[], None], *, prog: str) -> NoReturn:
     sys.exit(0)
 
 
+def make_console(**options: Any) -> Any:
+    """A rich console that leaves a closed pipe to `run`, instead of exiting itself."""
+    from rich.console import Console
+
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return PipeConsole(**options)
+
+
 def fail(prog: str, message: str, code: int) -> NoReturn:
     """Ends the process with one line on standard error."""
     line = " ".join(message.split())

@@ -8,16 +8,13 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxckpt import command_line
 from jaxckpt.compiler.targets import Target, check_installed, parse_target
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.report_config import ReportConfig
 from jaxckpt.training.config import check_divisible, parse_mesh, resolve_mesh
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 PROG = "python -m jaxckpt.report"
 
@@ -70,13 +67,11 @@ def _check_files(config: ReportConfig) -> None:
 def _report(
     config: ReportConfig, target: Target, base: list[dict[str, Any]] | None
 ) -> None:
-    from rich.console import Console
-
     from jaxckpt.training import reporting
     from jaxckpt.training.job import Job
     from jaxckpt.training.report_table import draw_frontier, print_rows
 
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = command_line.make_console(markup=False, emoji=False, highlight=False)
     cache = Path(config.cache)
     none = config.train_config("none")
     if config.function:
@@ -129,7 +124,7 @@ def _report(
         _gate(reporting.grown(base, rows, config.tolerance_share), config, console)
 
 
-def _gate(growth: list[Any], config: ReportConfig, console: "Console") -> None:
+def _gate(growth: list[Any], config: ReportConfig, console: Any) -> None:
     for line in growth:
         console.print(str(line), style="bold red")
     if growth:

@@ -9,7 +9,6 @@ import tyro
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.training.config import TrainConfig
 
-
 _OF_MODEL = (
     "model",
     "policies",

@@ -29,13 +29,11 @@ def main() -> None:
 
 
 def _train(config: TrainConfig) -> None:
-    from rich.console import Console
-
     from jaxckpt.compiler.targets import Target
     from jaxckpt.training.loop import train
     from jaxckpt.training.prepare import prepare
 
-    console = Console()
+    console = command_line.make_console()
 
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)

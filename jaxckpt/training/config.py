@@ -10,8 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from jaxckpt.dialects import translate
 from jaxckpt.layers import LayerPlan, layer_plan
+from jaxckpt.models.dialects import translate
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.policies import nearest, unknown_names
 

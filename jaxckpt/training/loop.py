@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,19 @@ from jaxckpt.training.sharding import Placement
 from jaxckpt.training.snapshot import Snapshots, from_canonical
 from jaxckpt.training.step import Program, State, make_program
 
+# What a resumed run should share with the one before: kept in its snapshots.
+_RUN_FACTS = (
+    "seed",
+    "batch_size",
+    "accumulate",
+    "seq_len",
+    "steps",
+    "peak_learning_rate",
+    "warmup_steps",
+    "weight_decay",
+    "clip_norm",
+)
+
 
 class TrainingError(RuntimeError):
     """A run that cannot go on, with the step it stopped at. One line."""
@@ -46,10 +59,10 @@ class TrainResult:
     """
 
     steps: int
-    first_loss: float | None
-    last_loss: float | None
-    validation: dict[str, float]
-    receipt: dict[str, Any]
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation: dict[str, float] = field(default_factory=dict)
+    receipt: dict[str, Any] = field(default_factory=dict)
 
 
 def train(
@@ -76,17 +89,23 @@ def train(
         seq_len=config.sequence_length,
     )
     program = make_program(config, placement)
+    facts = {name: getattr(config, name) for name in _RUN_FACTS}
+    facts["data"] = f"{corpus.description} ({corpus.identity()})"
     with (
-        Snapshots(workdir / "snapshots", config.keep_snapshots) as snapshots,
+        Snapshots(workdir / "snapshots", config.keep_snapshots, facts) as snapshots,
         contextlib.ExitStack() as stack,
     ):
         saved = snapshots.read(program) if config.resume else None
         position, first_step = (saved.position, saved.step) if saved else (0, 0)
+        console.print(f"data: {corpus.description}", highlight=False, soft_wrap=True)
+        if saved:
+            for change in saved.changes:
+                console.print(f"resumed otherwise: {change}", highlight=False)
+            if saved.step >= config.steps:
+                return TrainResult(saved.step)
         log = MetricsLog(workdir / "metrics.jsonl", first_step)
         stack.callback(log.close)
         config.save(workdir / "config.json")
-        console.print(f"data: {corpus.description}", highlight=False, soft_wrap=True)
-
         with console.status("tracing the model") as status:
             inspected = inspect_run(
                 config, placement, program, notes=notes, progress=status.update
@@ -102,7 +121,7 @@ def train(
             run.steps(state, first_step, position, progress)
     print_receipt(inspected.receipt, console)
     return TrainResult(
-        steps=max(config.steps, first_step),
+        steps=config.steps,
         first_loss=run.first_loss,
         last_loss=run.last_loss,
         validation=run.validation,
@@ -133,9 +152,7 @@ class _Run:
         bar = progress.add_task(
             "training", total=config.steps, completed=first_step, status=""
         )
-        remaining = max(config.steps - first_step, 0)
-        if not remaining:
-            return
+        remaining = config.steps - first_step
         with batches(
             self.corpus.train,
             seq_len=config.sequence_length,

@@ -14,6 +14,7 @@ _PEAK_SHOWN = 8
 _WIDE = 120  # columns from which each number has a column of its own
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#B8A800")
 _LIMIT_COLOR = "#D55E00"
+_TIGHT: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
 
 
 def print_rows(report: dict[str, Any], console: Console) -> None:
@@ -47,7 +48,7 @@ def _table(rows: list[dict[str, Any]], limit: int | None, wide: bool) -> Table:
         f"{unit} per device as compiled; recomputed FLOPs as counted; collectives as "
         "counted: forward/recompute/backward; step: estimated"
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, **_TIGHT)
     table.add_column("policy", overflow="fold", min_width=16)
     columns = ["total", "temp", "host", "saved", "recom-\npute", "collec-\ntives"]
     columns += ["step ms", "bound by"] if wide else ["step\nms"]
@@ -97,6 +98,7 @@ def _print_peak(rows: list[dict[str, Any]], console: Console) -> None:
         title=f"largest at the peak of {row['policy']}, as compiled",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        **_TIGHT,
     )
     table.add_column("bytes", justify="right", no_wrap=True)
     for column in ("what", "phase", "source"):

@@ -40,11 +40,13 @@ class Saved:
       step: optimizer steps done.
       position: sequences of training data consumed.
       state: in the canonical layout, numpy arrays; see `from_canonical`.
+      changes: settings that this run has otherwise than the saved one, in words.
     """
 
     step: int
     position: int
     state: dict[str, Any]
+    changes: tuple[str, ...] = ()
 
 
 class Snapshots:
@@ -53,14 +55,17 @@ class Snapshots:
     Args:
       folder: where they are; made when missing.
       keep: how many to keep.
+      facts: settings of the run. A saved run of other ``data`` or ``seed`` is not
+        continued; of the others a change is told.
 
     As a context manager it waits at the end until everything is written.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, facts: dict[str, Any] | None = None):
         # Orbax logs each save, and the traceback of an error that it raises as well.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._folder = folder.absolute()
+        self._facts = facts or {}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,
@@ -109,6 +114,7 @@ class Snapshots:
             "format": FORMAT,
             "position": position,
             "model": _identity(program.model.config),
+            "run": self._facts,
         }
         step = int(state["step"])
         try:
@@ -150,7 +156,7 @@ class Snapshots:
             raise SnapshotError(
                 f"no snapshot in {self._folder}; train without --resume first"
             )
-        position = self._read_position(step, program.model.config)
+        position, run = self._read_meta(step, program.model.config)
         target = jax.eval_shape(lambda state: _canonical(program, state), program.state)
         as_numpy = jax.tree.map(
             lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target
@@ -158,10 +164,26 @@ class Snapshots:
         state = self._restore(
             state=ocp.args.PyTreeRestore(target, restore_args=as_numpy)
         )
-        return Saved(step, position, state)
+        return Saved(step, position, state, self._changes(run))
 
-    def _read_position(self, step: int, config: ModelConfig) -> int:
-        """Where the data goes on, once the snapshot is known to be of this model."""
+    def _changes(self, run: dict[str, Any]) -> tuple[str, ...]:
+        """What differs from the saved run; data and seed may not."""
+        found = [
+            (field, f"{field} was {run[field]} and is {value}")
+            for field, value in self._facts.items()
+            if field in run and run[field] != value
+        ]
+        other_run = [text for field, text in found if field in ("data", "seed")]
+        if other_run:
+            raise SnapshotError(
+                f"the snapshot in {self._folder} is of another run: "
+                f"{'; '.join(other_run)}; resume with the same, or choose another "
+                "--workdir"
+            )
+        return tuple(text for _, text in found)
+
+    def _read_meta(self, step: int, config: ModelConfig) -> tuple[int, dict[str, Any]]:
+        """Position and facts of a snapshot, once it is known to be of this model."""
         if not (self._folder / str(step) / "meta").exists():
             raise SnapshotError(f"{self._folder / str(step)} is no jaxckpt snapshot")
         match self._restore(meta=ocp.args.JsonRestore()):
@@ -169,6 +191,7 @@ class Snapshots:
                 "format": version,
                 "position": int(position),
                 "model": dict(theirs),
+                "run": dict(run),
             } if version == FORMAT:
                 ours = _identity(config)
             case _:
@@ -186,7 +209,7 @@ class Snapshots:
                 f"the snapshot in {self._folder} is of another model: "
                 f"{'; '.join(differing)}"
             )
-        return position
+        return position, run
 
     def _restore(self, **item: Any) -> Any:
         """Reads one item of the last snapshot."""

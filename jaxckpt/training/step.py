@@ -150,7 +150,12 @@ def make_program(
 
     def evaluate(params, batch):
         micro_batch = jax.tree.map(lambda x: x[0], batch)
-        total = model.apply({"params": params}, *micro_batch.values())
+        total = model.apply(
+            {"params": params},
+            micro_batch["inputs"],
+            micro_batch["targets"],
+            micro_batch["weights"],
+        )
         return total, jnp.sum(micro_batch["weights"])
 
     batch_shape = (config.accumulate, config.micro_batch_size, config.sequence_length)

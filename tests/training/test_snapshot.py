@@ -344,3 +344,16 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotError, match="no snapshots can go to .*file/s: Not a"):
         Snapshots(tmp_path / "file" / "s", keep=1)
+
+
+def test_a_run_of_other_data_or_seed_is_not_continued(tmp_path, make_config, programs):
+    program = programs(make_config())
+    state = program.init()
+    with Snapshots(tmp_path, 1, {"seed": 0, "data": "a", "steps": 5}) as snapshots:
+        snapshots.save(program, state, 8)
+    for facts, words in ({"seed": 1}, "seed was 0 and is 1"), ({"data": "b"}, "data"):
+        with Snapshots(tmp_path, 1, facts) as snapshots:
+            with pytest.raises(SnapshotError, match=words):
+                snapshots.read(program)
+    with Snapshots(tmp_path, 1, {"seed": 0, "data": "a", "steps": 9}) as snapshots:
+        assert snapshots.read(program).changes == ("steps was 5 and is 9",)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxckpt.dialects import FORMS, translate
 from jaxckpt.layers import layer_plan
+from jaxckpt.models.dialects import FORMS, translate
 from jaxckpt.models.presets import PRESETS
 from jaxckpt.policies import PolicyError
 
