@@ -1,4 +1,7 @@
-"""Bytes and FLOPs as people write them. Binary units for bytes, decimal for FLOPs."""
+"""Bytes, FLOPs and seconds as people write them.
+
+Binary units for bytes, decimal ones for FLOPs.
+"""
 
 import re
 
@@ -64,3 +67,9 @@ def format_flops(value: float) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.2f} {unit}FLOP"
+
+
+def format_milliseconds(seconds: float) -> str:
+    """Milliseconds to three digits: ``format_milliseconds(1.2345) == '1234 ms'``."""
+    value = 1000 * seconds
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"

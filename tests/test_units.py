@@ -1,8 +1,14 @@
-"""Bytes and FLOPs as people write them."""
+"""Bytes, FLOPs and seconds as people write them."""
 
 import pytest
 
-from jaxckpt.units import UnitError, format_bytes, format_flops, parse_bytes
+from jaxckpt.units import (
+    UnitError,
+    format_bytes,
+    format_flops,
+    format_milliseconds,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +69,8 @@ def test_format_flops():
     assert shown == [
         "0.00 FLOP", "999.00 FLOP", "2.50 GFLOP", "178.00 TFLOP", "3000.00 EFLOP",
     ]  # fmt: skip
+
+
+def test_format_milliseconds():
+    shown = [format_milliseconds(value) for value in (1.2345, 0.31, 0.01234, 2e-5)]
+    assert shown == ["1234 ms", "310 ms", "12.3 ms", "0.02 ms"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxckpt.compiler.targets import Target, parse_target
+from jaxckpt.compiler.targets import Target, TargetError, parse_target
 from jaxckpt.layers import LayerPlan, Run
 from jaxckpt.models.presets import ModelConfig
 from jaxckpt.policies import NONE
@@ -102,12 +102,22 @@ def run_job(job: Job, cache: Path) -> dict[str, Any]:
 
 def compile_row(job: Job, dump: Path) -> dict[str, Any]:
     """Compiles a job's step in this process; its row, but for `activation_saving`."""
+    import jax
+
     from jaxckpt.compiler.hlo import parse_hlo
     from jaxckpt.compiler.memory import memory_bytes
     from jaxckpt.receipt import CompiledStep, step_row
 
     target = parse_target(job.target)
-    built = _user_step(job, target) if job.function else _model_step(job, target)
+    try:
+        built = _user_step(job, target) if job.function else _model_step(job, target)
+    except jax.errors.JaxRuntimeError as error:
+        if target.is_absent and "ptxas too old" in str(error):
+            raise TargetError(
+                f"the installed CUDA cannot compile for {target.text}, compute "
+                f"capability {target.compute_capability}"
+            ) from error
+        raise
     memory = memory_bytes(built.compiled)
     text = built.compiled.as_text()
     hlo = parse_hlo(text)

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxckpt.units import format_bytes
+from jaxckpt.units import format_bytes, format_milliseconds
 
 _PEAK_SHOWN = 8
 _WIDE = 120  # columns from which each number has a column of its own
@@ -51,7 +51,7 @@ def _table(rows: list[dict[str, Any]], limit: int | None, wide: bool) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, **_TIGHT)
     table.add_column("policy", overflow="fold", min_width=16)
     columns = ["total", "temp", "host", "saved", "recom-\npute", "collec-\ntives"]
-    columns += ["step ms", "bound by"] if wide else ["step\nms"]
+    columns += ["step", "bound by"] if wide else ["step"]
     columns.append("fits")
     if any("max_batch" in row for row in rows):
         columns.append("max\nbatch")
@@ -75,7 +75,7 @@ def _cells(row: dict[str, Any], limit: int | None, size: int, wide: bool) -> lis
         fits = "yes" if over <= 0 else f"+{shown(over)}"
     saving, seconds = row["activation_saving"], row["estimated_step_seconds"]
     moved = [row["collective_bytes"][p] for p in ("forward", "recompute", "backward")]
-    time = ["?" if seconds is None else f"{1000 * seconds:.3g}", row["bound"] or "?"]
+    time = [format_milliseconds(seconds) if seconds else "?", row["bound"] or "?"]
     return [
         shown(row["device_total_bytes"]),
         shown(row["temp_bytes"]),

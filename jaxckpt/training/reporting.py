@@ -11,9 +11,10 @@ from typing import Any
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.job import Job, run_job
-from jaxckpt.units import format_bytes
+from jaxckpt.units import format_bytes, format_milliseconds
 
 _BYTES_PER_JOB = 5 * 2**30  # host memory that one compile for GPUs may take
+_STRAIGHT = 4  # sizes tried along a line before halving
 _FASTER = 0.03  # an estimate of a shorter step that is worth a word
 
 
@@ -134,8 +135,8 @@ def _estimated_faster(
         return []
     return [
         f"By the estimate {best['policy']} is faster still, "
-        f"{1000 * best['estimated_step_seconds']:.3g} ms for "
-        f"{1000 * seconds:.3g} ms: it moves fewer bytes. Measure both."
+        f"{format_milliseconds(best['estimated_step_seconds'])} for "
+        f"{format_milliseconds(seconds)}: it moves fewer bytes. Measure both."
     ]
 
 
@@ -171,21 +172,38 @@ def largest_batch(
 ) -> int:
     """The largest batch of a policy that fits, in multiples of a unit; 0 for none.
 
-    Doubles until a program does not fit, then bisects; every compile is cached.
+    Doubles the job's own until one does not fit. In between memory is about linear:
+    each size tried is where the line through the last two reaches the limit, until one
+    fits and the next does not. XLA fuses some sizes better than others, so that a size
+    above that may fit again.
     """
-
-    def fits(units: int) -> bool:
+    known: list[tuple[int, int]] = []  # units, bytes above the limit
+    low = high = tries = 0  # the largest that fits, the smallest that does not
+    while not high or high - low > 1:
+        if not high:
+            units = 2 * low or max(job.config.batch_size // unit, 1)
+        elif tries < _STRAIGHT:
+            units = max(low + 1, min(_at_the_limit(known, low, high), high - 1))
+        else:
+            units = (low + high) // 2
+        tries += bool(high)
         config = replace(job.config, batch_size=units * unit)
         progress(f"{job.policy}: trying batch size {units * unit}")
-        return bool(run_job(replace(job, config=config), cache).get("fits"))
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        row = run_job(replace(job, config=config), cache)
+        low, high = (units, high) if row.get("fits") else (low, units)
+        if total := row.get("device_total_bytes"):
+            known.append((units, total - row["memory_limit"]))
     return low * unit
+
+
+def _at_the_limit(known: Sequence[tuple[int, int]], low: int, high: int) -> int:
+    """Where the line through the last two sizes reaches the limit; else the middle."""
+    if len(known) > 1:
+        (units, before), (last, over) = known[-2:]
+        slope = (over - before) / (last - units)
+        if slope > 0:
+            return int(last - over / slope)
+    return (low + high) // 2
 
 
 @dataclass(frozen=True)
