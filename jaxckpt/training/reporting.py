@@ -46,7 +46,8 @@ def compile_rows(
         progress(f"compiled {done} of {len(jobs)}: {job.policy}")
         return row
 
-    progress(f"compiling {len(jobs)} programs, {width} at a time")
+    programs = "program" if len(jobs) == 1 else f"programs, {width} at a time"
+    progress(f"compiling {len(jobs)} {programs}")
     with ThreadPoolExecutor(width) as pool:
         rows = list(pool.map(run, jobs))
     return rows
