@@ -15,10 +15,10 @@ import numpy as np
 from jaxckpt.compiler.memory import MemoryBytes, compile_step, memory_bytes
 from jaxckpt.compiler.residuals import block_residuals
 from jaxckpt.compiler.targets import TargetError, parse_target
+from jaxckpt.compiler.user_step import ready_step
 from jaxckpt.naming import is_array
 from jaxckpt.policies import FULL, Policy, parse_policy
 from jaxckpt.remat import remat
-from jaxckpt.training.user_step import ready_step
 from jaxckpt.units import format_bytes, parse_bytes
 
 

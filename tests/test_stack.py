@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxckpt import (
-    PolicyError,
-    join_layers,
-    layer_plan,
-    merge_layers,
-    split_layers,
-    stack,
-)
+from jaxckpt import PolicyError, layer_plan, stack
+from jaxckpt.stack import join_layers, merge_layers, split_layers
 
 WIDTH = 8
 QUICK = {"xla_backend_optimization_level": 0}  # compiles in half the time

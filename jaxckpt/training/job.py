@@ -37,7 +37,7 @@ class Job:
       config: its policy, model, mesh and sizes.
       target: as `jaxckpt.compiler.targets.parse_target` reads it.
       function: ``package.module:make_step`` of a user's own step, which is compiled
-        instead of the model's; see `jaxckpt.training.user_step`.
+        instead of the model's; see `jaxckpt.compiler.user_step`.
     """
 
     config: TrainConfig
@@ -189,8 +189,8 @@ def _user_step(job: Job, target: Target) -> _Built:
     import jax
 
     from jaxckpt.compiler.memory import compile_step
+    from jaxckpt.compiler.user_step import UserStepError, load_step, reason
     from jaxckpt.linter import lint_step
-    from jaxckpt.training.user_step import UserStepError, load_step, reason
 
     devices = target.devices()
     step, arguments = load_step(job.function, devices)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxckpt.compiler.memory import compile_step, memory_bytes
-from jaxckpt.training.user_step import UserStepError, load_step
+from jaxckpt.compiler.user_step import UserStepError, load_step
 
 PLAIN = """
     import jax, jax.numpy as jnp
