@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxckpt import layer_plan, merge_layers, split_layers
+from jaxckpt import layer_plan, merge_layers, join_layers
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.models.presets import model_config
 from jaxckpt.models.transformer import Transformer
@@ -107,7 +107,7 @@ def loss_of(plan, scan, devices=1, dropout=0.0):
 
 def split(plan, scan):
     params = canonical()
-    layers = split_layers(params["layers"], plan, LAYERS, scan=scan)
+    layers = join_layers(params["layers"], plan, LAYERS, scan=scan)
     return params | {"layers": layers}
 
 
