@@ -253,9 +253,10 @@ def _xla_attention(query, key, value, dropout_rate, dropout_key):
     kv_heads = key.shape[2]
     grouped = query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
     logits = jnp.einsum(
-        "btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32
+        "btkgd,bskd->bktgs", grouped, key, preferred_element_type=jnp.float32
     ) / math.sqrt(head_dim)
-    causal = jnp.tril(jnp.ones((time, time), dtype=bool))
+    # Axes as the matmul leaves them: no transpose of (time, time) scores.
+    causal = jnp.tril(jnp.ones((time, time), dtype=bool))[:, None]
     logits = jnp.where(causal, logits, -jnp.inf)  # the diagonal is never masked
     probabilities = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
     if dropout_rate > 0.0:
@@ -263,5 +264,5 @@ def _xla_attention(query, key, value, dropout_rate, dropout_key):
             dropout_key, 1.0 - dropout_rate, probabilities.shape
         )
         probabilities = jnp.where(kept, probabilities / (1.0 - dropout_rate), 0.0)
-    context = jnp.einsum("bkgts,bskd->btkgd", probabilities, value)
+    context = jnp.einsum("bktgs,bskd->btkgd", probabilities, value)
     return checkpoint_name(context.reshape(query.shape).astype(query.dtype), CONTEXT)
