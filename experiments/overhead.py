@@ -17,6 +17,11 @@ import statistics
 import time
 from pathlib import Path
 
+from jaxckpt.command_line import choose_platform
+
+choose_platform()
+
+# ruff: noqa: E402  the platform is chosen before JAX is imported
 import jax
 import jax.numpy as jnp
 import numpy as np

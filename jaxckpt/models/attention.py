@@ -251,12 +251,18 @@ _cudnn_attention = name_residuals(
 def _xla_attention(query, key, value, dropout_rate, dropout_key):
     batch, time, heads, head_dim = query.shape
     kv_heads = key.shape[2]
-    grouped = query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
+    group = heads // kv_heads
+
+    # A row is one query of one head of the group that shares a key: two plain
+    # matmuls per key head, with nothing of size (time, time) to transpose.
+    def swap(x, outer, inner):
+        return x.reshape(batch, time, outer, inner, head_dim).swapaxes(2, 3)
+
+    rows = swap(query, kv_heads, group).reshape(batch, -1, kv_heads, head_dim)
     logits = jnp.einsum(
-        "btkgd,bskd->bktgs", grouped, key, preferred_element_type=jnp.float32
+        "brkd,bskd->bkrs", rows, key, preferred_element_type=jnp.float32
     ) / math.sqrt(head_dim)
-    # Axes as the matmul leaves them: no transpose of (time, time) scores.
-    causal = jnp.tril(jnp.ones((time, time), dtype=bool))[:, None]
+    causal = jnp.arange(time * group)[:, None] // group >= jnp.arange(time)
     logits = jnp.where(causal, logits, -jnp.inf)  # the diagonal is never masked
     probabilities = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
     if dropout_rate > 0.0:
@@ -264,5 +270,6 @@ def _xla_attention(query, key, value, dropout_rate, dropout_key):
             dropout_key, 1.0 - dropout_rate, probabilities.shape
         )
         probabilities = jnp.where(kept, probabilities / (1.0 - dropout_rate), 0.0)
-    context = jnp.einsum("bktgs,bskd->btkgd", probabilities, value)
-    return checkpoint_name(context.reshape(query.shape).astype(query.dtype), CONTEXT)
+    context = jnp.einsum("bkrs,bskd->brkd", probabilities, value)
+    context = swap(context, group, kv_heads).reshape(query.shape)
+    return checkpoint_name(context.astype(query.dtype), CONTEXT)
