@@ -7,6 +7,7 @@ backward, apply it, and prove it with the compiler's own numbers.
 * `stack` runs a stack of layers under a layer plan; `Stack` does it for Linen.
 * `parse_policy`, `parse_layers`, `layer_plan` read the policy language.
 * `list_names` shows what a policy can speak of inside a function.
+* `plan` finds the cheapest plan within a budget in bytes, for any function.
 
 Names are imported when first used, so that command lines answer without JAX.
 """
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from jaxckpt.layers import Grouping, LayerPlan, Run, layer_plan, parse_layers
     from jaxckpt.linen import Stack
     from jaxckpt.naming import NamedValue, list_names
+    from jaxckpt.planner.functions import plan
+    from jaxckpt.planner.plan import Plan
+    from jaxckpt.planner.solve import Infeasible
     from jaxckpt.policies import Policy, PolicyError, parse_policy
     from jaxckpt.remat import remat
     from jaxckpt.stack import join_layers, merge_layers, split_layers, stack
@@ -41,6 +45,9 @@ _HOME = {
     "join_layers": "stack",
     "merge_layers": "stack",
     "Stack": "linen",
+    "plan": "planner.functions",
+    "Plan": "planner.plan",
+    "Infeasible": "planner.solve",
 }
 
 __all__ = sorted(_HOME)
@@ -65,7 +72,7 @@ class _Package(types.ModuleType):
     """
 
 
-for _name in (name for name, home in _HOME.items() if name == home):
+for _name in ("remat", "stack", "plan"):
     setattr(
         _Package,
         _name,

@@ -11,7 +11,6 @@ each: JAX takes no names from inside.
 """
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,14 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
+from jaxckpt.policies import is_automatic
 
-_AUTOMATIC = re.compile(r"[a-z_]\w*\.\d+")
 _ENTERED = ("jit", "pjit", "scan", "cond", "shard_map", "closed_call", "core_call")
-
-
-def is_automatic(name: str) -> bool:
-    """Whether a name is one of ours: a primitive and a number."""
-    return _AUTOMATIC.fullmatch(name) is not None
 
 
 def name_values(

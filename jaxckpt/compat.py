@@ -29,3 +29,20 @@ def checkpoint_name_of(equation: jex_core.JaxprEqn) -> str | None:
         if type(hidden).__name__.startswith("CheckpointName"):
             return hidden.params["name"]
     return None
+
+
+def scan_counts(equation: jex_core.JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many are its carry.
+
+    ``num_consts`` and ``num_carry`` became one parameter, ``ft_in``, in jax 0.11+.
+    """
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(list(constants)), len(list(carry))
+
+
+def inner_jaxpr(value: Any) -> jex_core.Jaxpr:
+    """A parameter's jaxpr, closed or open: jax 0.12 made a scan's and a jit's open."""
+    return value.jaxpr if isinstance(value, jex_core.ClosedJaxpr) else value

@@ -180,6 +180,8 @@ def parse_layers(text: str | Layers) -> Layers:
     """
     if isinstance(text, Policy | Grouping | LayerPlan):
         return text
+    if isinstance(planned := getattr(text, "layers", None), LayerPlan):
+        return planned  # a Plan, the planner's answer
     if not isinstance(text, str):
         raise PolicyError(f"a policy is text or a Policy, not {text!r}")
     text = text.strip()

@@ -18,6 +18,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxckpt.automatic_names import with_automatic_names
 from jaxckpt.layers import Layers, Run, layer_plan
 from jaxckpt.naming import check_names
 from jaxckpt.policies import NONE, Policy
@@ -112,6 +113,7 @@ class _Layer(nn.Module):
                 variables, x, *args, rngs=keys, mutable=mutable, **kwargs
             )
 
+        run = with_automatic_names(run, self.policy.names)
         variables = {} if initializing else self.variables
         check_names(self.policy, run, variables, x, keys, arrays)
         y, updates = run(variables, x, keys, arrays)

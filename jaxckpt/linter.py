@@ -5,55 +5,27 @@ backward pass recomputes and under which policy. Each finding is one line that s
 happens and what to do.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
-from jaxckpt import compat
-from jaxckpt.compiler.flops import (
-    FlopCount,
-    count_jaxpr_flops,
-    equation_flops,
-    phase,
-    walk,
+from jaxckpt.checkpoints import (
+    Checkpoint,
+    find_checkpoints,
+    is_checkpoint,
+    recomputed,
 )
+from jaxckpt.compiler.flops import FlopCount, count_jaxpr_flops, phase
 from jaxckpt.layers import LayerPlan
+from jaxckpt.linter_names import lint_names
 from jaxckpt.naming import aval_bytes, subjaxprs
 from jaxckpt.units import format_bytes
 
-_NONLINEAR = {
-    "tanh", "logistic", "erf", "exp", "sin", "cos", "max", "silu", "gelu", "relu",
-    "_gelu", "softplus", "integer_pow", "log", "sqrt", "rsqrt",
-}  # fmt: skip
-_NOT_ELEMENTWISE = ("reduce_sum", "reduce_max", "scan", "while", "cond", "name")
 _UNROLLED = 4  # equal checkpoints side by side that should be a loop
 _WHOLE = 0.9  # share of the forward pass in one checkpoint that makes it "the model"
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    """A checkpoint's backward pass.
-
-    Attributes:
-      policy: JAX's policy callable, None for full remat.
-      body: what it runs: recomputation, then gradients.
-      recompute: FLOPs recomputed in one run.
-      loops: iterations of the loops around it.
-      level: the jaxpr it stands in.
-      outer: whether another checkpoint is around it and nothing else inside that.
-    """
-
-    policy: Callable[..., Any] | None
-    body: jex_core.Jaxpr
-    recompute: int
-    loops: int
-    level: int
-    outer: bool
 
 
 def lint_step(step: Callable[..., Any], *arguments: Any) -> list[str]:
@@ -98,21 +70,21 @@ def lint_plan(plan: LayerPlan, weight_bytes: int, input_bytes: int) -> list[str]
 
 def lint_jaxpr(jaxpr: jex_core.Jaxpr) -> list[str]:
     """See `lint_step`."""
-    checkpoints = list(_checkpoints(jaxpr))
+    checkpoints = list(find_checkpoints(jaxpr))
     total = count_jaxpr_flops(jaxpr)
     findings = [
         *_double_wrapping(checkpoints),
         *_whole_model(checkpoints, total),
         *_unrolled(checkpoints),
         *_foreign_policies(checkpoints),
-        *_names(jaxpr, checkpoints),
+        *lint_names(jaxpr, checkpoints),
         *_matmuls_that_dots_policies_miss(checkpoints),
         *_dominating_logits(jaxpr, checkpoints),
     ]
     return list(dict.fromkeys(findings))
 
 
-def _double_wrapping(checkpoints: list[_Checkpoint]) -> Iterator[str]:
+def _double_wrapping(checkpoints: list[Checkpoint]) -> Iterator[str]:
     if any(checkpoint.outer for checkpoint in checkpoints):
         yield (
             "a checkpoint stands directly inside another: the outer one decides, and "
@@ -120,9 +92,9 @@ def _double_wrapping(checkpoints: list[_Checkpoint]) -> Iterator[str]:
         )
 
 
-def _whole_model(checkpoints: list[_Checkpoint], total: FlopCount) -> Iterator[str]:
+def _whole_model(checkpoints: list[Checkpoint], total: FlopCount) -> Iterator[str]:
     for checkpoint in checkpoints:
-        last = max((f for f, _ in _recomputed(checkpoint.body)), default=0)
+        last = max((f for f, _ in recomputed(checkpoint.body)), default=0)
         share = (checkpoint.recompute + last) / total.forward if total.forward else 0
         if checkpoint.loops == 1 and share >= _WHOLE:
             yield (
@@ -131,7 +103,7 @@ def _whole_model(checkpoints: list[_Checkpoint], total: FlopCount) -> Iterator[s
             )
 
 
-def _unrolled(checkpoints: list[_Checkpoint]) -> Iterator[str]:
+def _unrolled(checkpoints: list[Checkpoint]) -> Iterator[str]:
     levels = Counter(
         (checkpoint.level, checkpoint.recompute)
         for checkpoint in checkpoints
@@ -146,7 +118,7 @@ def _unrolled(checkpoints: list[_Checkpoint]) -> Iterator[str]:
             )
 
 
-def _foreign_policies(checkpoints: list[_Checkpoint]) -> Iterator[str]:
+def _foreign_policies(checkpoints: list[Checkpoint]) -> Iterator[str]:
     for checkpoint in checkpoints:
         home = getattr(checkpoint.policy, "__module__", "jax")
         if not home.startswith("jax."):
@@ -158,24 +130,12 @@ def _foreign_policies(checkpoints: list[_Checkpoint]) -> Iterator[str]:
                 )
 
 
-def _names(jaxpr: jex_core.Jaxpr, checkpoints: list[_Checkpoint]) -> Iterator[str]:
-    recomputes = [checkpoint for checkpoint in checkpoints if checkpoint.recompute]
-    for equation, made_by in _named(jaxpr):
-        name = compat.checkpoint_name_of(equation)
-        wanted = [c for c in checkpoints if _wants(c.policy, equation, name)]
-        if made_by and any(c in recomputes for c in wanted):
-            yield (
-                f"{name} is named after {made_by}, whose gradient needs its input: the "
-                "matmul before it runs again; name the value before the non-linearity"
-            )
-
-
 def _matmuls_that_dots_policies_miss(checkpoints) -> Iterator[str]:
     for checkpoint in checkpoints:
         name = getattr(checkpoint.policy, "__name__", type(checkpoint.policy).__name__)
         if not name.lower().startswith(("dots", "checkpoint_dots")):
             continue
-        missed = Counter(primitive for _, primitive in _recomputed(checkpoint.body))
+        missed = Counter(primitive for _, primitive in recomputed(checkpoint.body))
         if missed:
             kinds = ", ".join(f"{n} {kind}" for kind, n in missed.items())
             yield (
@@ -184,7 +144,7 @@ def _matmuls_that_dots_policies_miss(checkpoints) -> Iterator[str]:
             )
 
 
-def _dominating_logits(jaxpr, checkpoints: list[_Checkpoint]) -> Iterator[str]:
+def _dominating_logits(jaxpr, checkpoints: list[Checkpoint]) -> Iterator[str]:
     """A matmul's gradient outside all checkpoints, larger than all that they keep."""
     if not checkpoints:
         return
@@ -200,7 +160,7 @@ def _dominating_logits(jaxpr, checkpoints: list[_Checkpoint]) -> Iterator[str]:
         for operand in equation.invars
         if not isinstance(operand, jex_core.Literal)
     )
-    twice = [operand.aval for operand, count in uses.items() if count > 1]
+    twice: list[Any] = [operand.aval for operand, count in uses.items() if count > 1]
     largest = max(twice, key=aval_bytes, default=None)
     if largest is not None and aval_bytes(largest) > kept:
         shape = "x".join(map(str, largest.shape))
@@ -218,91 +178,8 @@ def _outside(
     for equation in jaxpr.eqns:
         here = f"{stack}/{equation.source_info.name_stack}"
         yield equation, here
-        if equation.primitive.name not in ("scan", "while") and not _is_checkpoint(
+        if equation.primitive.name not in ("scan", "while") and not is_checkpoint(
             equation
         ):
             for body in subjaxprs(equation):
                 yield from _outside(body, here)
-
-
-def _is_checkpoint(equation: jex_core.JaxprEqn) -> bool:
-    return {"policy", "prevent_cse"} <= compat.equation_params(equation).keys()
-
-
-def _checkpoints(
-    jaxpr: jex_core.Jaxpr, loops: int = 1, directly_inside: bool = False
-) -> Iterator[_Checkpoint]:
-    for equation in jaxpr.eqns:
-        params = compat.equation_params(equation)
-        is_checkpoint = _is_checkpoint(equation)
-        alone = sum(map(_is_checkpoint, jaxpr.eqns)) == 1
-        length = params["length"] if equation.primitive.name == "scan" else 1
-        for body in subjaxprs(equation):
-            if is_checkpoint:
-                yield _Checkpoint(
-                    policy=params["policy"],
-                    body=body,
-                    recompute=sum(flops for flops, _ in _recomputed(body)),
-                    loops=loops,
-                    level=id(jaxpr),
-                    outer=directly_inside and alone,
-                )
-            inside = is_checkpoint or (directly_inside and length == 1)
-            yield from _checkpoints(body, loops * length, inside)
-
-
-def _recomputed(body: jex_core.Jaxpr) -> list[tuple[int, str]]:
-    """FLOPs and kind of every matmul that a checkpoint's backward pass runs again."""
-    found = []
-    for visit in walk(body, stack="/transpose(jvp())"):
-        flops = visit.times * equation_flops(visit.equation)
-        if flops and "rematted_computation" in visit.name_stack:
-            found.append((flops, visit.equation.primitive.name))
-    return found
-
-
-def _named(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[jex_core.JaxprEqn, str | None]]:
-    """Every name equation, and the non-linearity between its value and a matmul."""
-    producers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-
-    @functools.cache
-    def made(value: Any) -> tuple[bool, str | None]:
-        """Whether a value is element-wise made of a matmul, and by which step."""
-        equation = producers.get(value)
-        if equation is None or equation.primitive.name in _NOT_ELEMENTWISE:
-            return False, None
-        if equation.primitive.name == "dot_general":
-            return True, None
-        inputs = [
-            made(operand)
-            for operand in equation.invars
-            if not isinstance(operand, jex_core.Literal)
-        ]
-        operation = equation.params.get("name", equation.primitive.name)
-        of_matmul = any(is_made for is_made, _ in inputs)
-        found = next((step for _, step in inputs if step), None)
-        if not found and of_matmul and operation in _NONLINEAR:
-            found = operation
-        return of_matmul, found
-
-    for equation in jaxpr.eqns:
-        if compat.checkpoint_name_of(equation) is not None:
-            yield equation, made(equation.invars[0])[1]
-        for body in subjaxprs(equation):
-            yield from _named(body)
-
-
-def _wants(policy, equation: jex_core.JaxprEqn, name: str | None) -> bool:
-    """Whether a policy keeps values of this name (and is not one that keeps all)."""
-    if policy is None or equation.primitive.name != "name":
-        return False
-    aval = equation.outvars[0].aval
-
-    def keeps(name: str | None) -> bool:
-        answer = policy(equation.primitive, aval, name=name)
-        return answer is True or type(answer).__name__ in (
-            "SaveableType",
-            "Offloadable",
-        )
-
-    return keeps(name) and not keeps("a name that nobody gives")

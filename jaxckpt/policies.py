@@ -30,11 +30,20 @@ _RULE_WITH_NAMES = (
     "instead, as in save:context,out_proj"
 )
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+_AUTOMATIC = re.compile(r"[a-z_]\w*\.\d+")
 _OF_A_STACK = re.compile(r"((sqrt|every:\s*\d+)\s*(/.*)?|\d+\s*x.*)", re.DOTALL)
 
 
 class PolicyError(ValueError):
     """A policy, value name or layer plan that cannot be what was meant. One line."""
+
+
+def is_automatic(name: str) -> bool:
+    """Whether a name is one that jaxckpt gives, a primitive and a number: ``tanh.0``.
+
+    See `jaxckpt.automatic_names`.
+    """
+    return _AUTOMATIC.fullmatch(name) is not None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

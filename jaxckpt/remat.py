@@ -20,6 +20,7 @@ from flax.core import lift
 from flax.linen.transforms import lift_transform
 from jax.extend import core as jex_core
 
+from jaxckpt.automatic_names import name_values
 from jaxckpt.layers import Grouping, LayerPlan, parse_layers
 from jaxckpt.naming import check_names, is_array
 from jaxckpt.policies import NONE, Policy, PolicyError
@@ -62,9 +63,13 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
 
     Source: Chen et al. 2016, arXiv 1604.06174; `jax.checkpoint`.
     """
-    parsed = _block_policy(policy)
     if target is None:
-        return functools.partial(remat, policy=parsed)
+        return functools.partial(remat, policy=policy)
+    if getattr(policy, "starts", ()):  # a Plan of a function that is cut into stages
+        from jaxckpt.segments import planned
+
+        return planned(target, policy)
+    parsed = _block_policy(policy)
     if parsed == NONE:
         return target
     if isinstance(target, type) and issubclass(target, nn.Module):
@@ -126,7 +131,8 @@ def checkpoint(
 
         # Traced once, and checked as a jaxpr: a Linen module counts the random
         # numbers that it draws, so a second run of its Python would draw others.
-        traced = jex_core.jaxpr_as_fun(jax.make_jaxpr(of_arrays)(arrays))
+        closed = name_values(jax.make_jaxpr(of_arrays)(arrays), policy.names)
+        traced = jex_core.jaxpr_as_fun(closed)
         check_names(policy, traced, *arrays)
         outputs = jax.checkpoint(
             traced, policy=jax_policy(policy), prevent_cse=not in_loop

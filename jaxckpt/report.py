@@ -29,8 +29,7 @@ def main() -> None:
         _check_sizes(config, target)
     _check_files(config)
     base = _read_base(config) if config.compare else None
-    if target.is_absent:
-        check_installed()
+    check_installed(target)
     command_line.choose_platform()
     _report(config, target, base)
 
@@ -38,7 +37,7 @@ def main() -> None:
 def _check_sizes(config: ReportConfig, target: Target) -> None:
     mesh = parse_mesh(config.mesh)
     needed = math.prod(mesh.values())
-    if target.is_absent and mesh and needed != target.num_devices:
+    if target.num_devices and mesh and needed != target.num_devices:
         raise ConfigError(
             f"--mesh={config.mesh} is of {needed} devices and --target={target.text} "
             f"has {target.num_devices}"

@@ -28,8 +28,8 @@ class ReportConfig:
     model: str = "tiny"
     """Preset that the model fields below start from."""
     target: str = "attached"
-    """attached, cpu, or GPUs that need not be there: h100:8, a100-80:4x8, t4:1,
-    my.textproto:8."""
+    """attached, cpu, or devices that need not be there. GPUs: h100:8, a100-80:4x8,
+    t4:1, my.textproto:8; TPUs: v5e:2x4, v5p:2x2x1."""
     policies: tuple[str, ...] = ()
     """Policies to compare, separated by spaces. Default: from none to full."""
     mesh: str = ""
@@ -46,7 +46,8 @@ class ReportConfig:
     """Report on your own step instead: package.module:make_step, which returns
     (step, arguments). It gets the devices, to build a mesh, if it takes a parameter."""
     max_batch: bool = False
-    """Find the largest batch that fits, per policy. Compiles several sizes of each."""
+    """Find the largest batch that fits, per policy, of several that are compiled;
+    memory is taken to grow with the batch."""
     json: str = ""
     """Write everything to this file."""
     plot: str = ""

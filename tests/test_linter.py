@@ -7,7 +7,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxckpt import remat, split_layers, stack
-from jaxckpt.linter import lint_step
+from jaxckpt.layers import layer_plan
+from jaxckpt.linter import lint_plan, lint_step
 
 SAVEABLE = jax.checkpoint_policies
 W = jnp.ones((6, 16, 16))
@@ -112,3 +113,95 @@ def test_i4_logits_that_dominate():
         return jax.nn.logsumexp(y @ head, axis=-1).sum()
 
     only(lint_step(jax.grad(loss, argnums=(0, 2)), W, X, head), "8x4096 (128.00 KiB)")
+
+
+def test_h2_groups_whose_weights_outweigh_their_inputs():
+    plan = layer_plan("every:2", 6)
+    (finding,) = lint_plan(plan, weight_bytes=2048, input_bytes=1024)
+    assert "weights (2.00 KiB) outweigh their inputs (1.00 KiB)" in finding
+    assert lint_plan(plan, weight_bytes=1024, input_bytes=1024) == []
+    assert lint_plan(layer_plan("full", 6), weight_bytes=2048, input_bytes=1) == []
+
+
+# ---------------------------------------------------------------- names in policies
+
+
+def under(*names):
+    return jax.checkpoint(
+        block, policy=SAVEABLE.save_only_these_names(*names), prevent_cse=False
+    )
+
+
+def named_in_the_loss(layer):
+    def loss(weights, x):
+        y, _ = lax.scan(lambda c, w: (layer(c, w), None), x, weights)
+        return checkpoint_name(jnp.tanh(y), "final").sum()
+
+    return jax.grad(loss)
+
+
+def test_names_outside_the_checkpointed_function():
+    (finding,) = lint_step(named_in_the_loss(under("hidden", "final")), W, X)
+    assert finding.startswith("final is named outside the checkpointed function, at ")
+    assert "test_linter.py:" in finding and "cannot reach it" in finding
+    assert lint_step(named_in_the_loss(under("hidden")), W, X) == []
+
+
+def test_a_name_beside_the_checkpoint_or_without_use_keeps_nothing():
+    def beside(x, w):
+        return checkpoint_name(under("hidden", "out")(x, w), "out")
+
+    words = "out is named, at "
+    only(lint_step(unrolled(beside), W[:2], X), words)
+
+    def without_use(x, w):
+        return x + checkpoint_name(jnp.tanh(x @ w) @ w.T, "out")
+
+    layer = jax.checkpoint(
+        without_use, policy=SAVEABLE.save_only_these_names("out"), prevent_cse=False
+    )
+    only(lint_step(scanned(layer), W, X), words)
+
+
+def test_names_that_match_nothing():
+    (finding,) = lint_step(scanned(under("hiden")), W, X)
+    assert finding.startswith("no value of the step is named 'hiden'")
+    assert finding.endswith("Did you mean 'hidden'?")
+    offload = SAVEABLE.save_and_offload_only_these_names(
+        names_which_can_be_saved=["hidden"], names_which_can_be_offloaded=["typo"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    layer = jax.checkpoint(block, policy=offload, prevent_cse=False)
+    only(lint_step(scanned(layer), W, X), "named 'typo'")
+
+
+def test_offloaded_names_and_names_behind_jit_have_no_findings():
+    assert lint_step(scanned(remat(block, "offload:hidden")), W, X) == []
+    layer = jax.checkpoint(
+        jax.jit(block), policy=SAVEABLE.save_only_these_names("hidden")
+    )
+    assert lint_step(unrolled(layer), W[:2], X) == []
+    assert lint_step(scanned(jax.jit(under("hidden"))), W, X) == []
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SAVEABLE.save_anything_except_these_names("final"),
+        SAVEABLE.save_any_names_but_these("final"),
+        lambda primitive, *_, wanted=frozenset(["final"]), **params: False,
+    ],
+)
+def test_names_that_a_policy_does_not_keep_have_no_findings(policy):
+    layer = jax.checkpoint(block, policy=policy, prevent_cse=False)
+    findings = lint_step(named_in_the_loss(layer), W, X)
+    assert [finding for finding in findings if "final" in finding] == []
+
+
+def test_names_of_a_policy_made_of_policies():
+    both = SAVEABLE.save_from_both_policies(
+        SAVEABLE.save_only_these_names("hidden", "final"),
+        SAVEABLE.nothing_saveable,
+    )
+    layer = jax.checkpoint(block, policy=both, prevent_cse=False)
+    only(lint_step(named_in_the_loss(layer), W, X), "final is named outside")

@@ -12,6 +12,7 @@ import pytest
 
 from jaxckpt import command_line
 from jaxckpt.compiler.targets import KINDS, TargetError, check_installed
+from jaxckpt.models.presets import model_config
 from jaxckpt.training import reporting
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.job import Job, run_job
@@ -92,6 +93,7 @@ def test_the_json_has_what_was_asked(reported):
     assert [row["policy"] for row in report["rows"]] == ["none", "nothing_saveable"]
     for row in report["rows"]:
         assert row.keys() >= ROW_FIELDS
+        assert row["flops_scope"] == "per device"
         assert set(row["flops"]) == set(row["collective_bytes"]) == PHASES
         assert row["device_total_bytes"] == (
             row["argument_bytes"]
@@ -128,7 +130,7 @@ def test_what_is_printed_fits_a_narrow_terminal(reported):
         "compiled 2 of 2: ",
         "tiny on cpu, mesh fsdp:2,tensor:2, batch 8, sequence 32",
         "XLA attention",
-        "MiB per device as compiled",
+        "MiB per device as compiled; recomputed FLOPs of one device as counted",
         "nothing_saveable",
         "largest at the peak of none",
         "What fits is not known",
@@ -333,6 +335,19 @@ def test_a_failed_row_leaves_the_others(monkeypatch, tmp_path, capsys, reported)
     assert "no program compiled" in capsys.readouterr().err
 
 
+def test_the_largest_batch_is_said_to_be_of_those_tried(reported, capsys):
+    from rich.console import Console
+
+    from jaxckpt.training.report_table import print_rows
+
+    report = report_of(reported[0])
+    report["rows"][0]["max_batch"] = report["rows"][1]["max_batch"] = 24
+    print_rows(report, Console(width=80))
+    text = capsys.readouterr().out
+    assert re.search(r"^ none .* 24 *$", text, re.MULTILINE)
+    assert "max batch: the largest tried that fits" in text
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -374,6 +389,8 @@ def refused(tmp_path, monkeypatch, capsys):
         (["--target=h10:8"], ["unknown target 'h10'", "Did you mean 'h100'?"]),
         (["--target=h100"], ["'h100' is not KIND:GPUS", "h100:8"]),
         (["--target=gpu.textproto:8"], ["gpu.textproto: No such file"]),
+        (["--target=v5e:8"], ["is not v5e:XxY", "as in v5e:2x4"]),
+        (["--target=v5e:2x4", "--mesh=fsdp:4"], ["of 4 devices", "v5e:2x4 has 8"]),
         (["--target=h100:8", "--mesh=fsdp:4"], ["of 4 devices", "h100:8 has 8"]),
         (["--target=cpu", "--mesh=fdsp:4"], ["Did you mean 'fsdp'?"]),
         (["--target=cpu", "--mesh=fsdp:3"], ["--batch-size=16", "use --batch-size=18"]),
@@ -418,6 +435,14 @@ def test_without_the_compiler_a_gpu_is_refused(refused, monkeypatch):
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     message = refused("--target=h100:8")
     assert message.endswith("needs pip install 'jaxckpt[gpu-compiler]'")
+
+
+def test_without_libtpu_a_tpu_is_refused(refused, monkeypatch):
+    from jaxckpt.compiler import targets
+
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    message = refused("--target=v5e:2x4")
+    assert message.endswith("needs pip install 'jaxckpt[tpu-compiler]'")
 
 
 def test_what_only_the_devices_know_is_one_line_too(tmp_path):
@@ -466,3 +491,46 @@ def test_a_gpu_that_is_not_there(gpu_compiler, tmp_path):
     assert none["fits"] and full["fits"] and none["temp_bytes"] > full["temp_bytes"]
     assert none["estimated_step_seconds"] > 0
     assert none["collective_bytes"]["forward"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_every_kind_more_remat_takes_less_memory(
+    gpu_compiler, monkeypatch, tmp_path, kind
+):
+    """Of a GPT: none > dots_saveable > nothing_saveable in temporary memory."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    gpt = model_config("gpt2-124m", num_layers=4)
+    temp = {}
+    for policy in "none", "dots_saveable", "nothing_saveable":
+        config = TrainConfig(architecture=gpt, policy=policy, batch_size=8, seq_len=512)
+        row = run_job(Job(config, f"{kind}:1"), tmp_path)
+        assert "error" not in row, row
+        assert ("XLA" in row["attention"]) == (kind == "t4")
+        temp[policy] = row["temp_bytes"]
+    assert temp["none"] > temp["dots_saveable"] > temp["nothing_saveable"] > 0
+
+
+# ---------------------------------------------------------------- absent TPUs
+
+
+def test_a_tpu_that_is_not_there(tmp_path):
+    pytest.importorskip("libtpu")
+    done = command(
+        *SMALL, "--target=v5e:2x2", "--policies", "none", "full", "--json=v5e.json",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "XLA attention: cuDNN's flash kernel needs a GPU, this is a tpu" in (
+        done.stdout
+    )
+    assert "TPU: bytes are compiled by XLA:TPU" in done.stdout
+    report = report_of(tmp_path, "v5e.json")
+    assert (report["mesh"], report["memory_limit"]) == ("fsdp:4", int(15.75 * 2**30))
+    none, full = report["rows"]
+    assert none["fits"] and full["fits"] and none["argument_bytes"] > 0
+    assert none["temp_bytes"] >= full["temp_bytes"]
+    assert full["flops"]["forward"] == none["flops"]["forward"] > 0
+    assert 0.15 < full["recompute_fraction"] < 0.33
+    assert none["estimated_step_seconds"] is none["bound"] is None
+    assert set(none["collective_bytes"].values()) == {None}

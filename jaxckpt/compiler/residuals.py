@@ -5,6 +5,7 @@ so they are what JAX does and not what a policy was meant to do. A residual that
 name reaches is called after the operation that makes it.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import jax
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
-from jaxckpt.naming import aval_bytes, is_array, trace_forward
+from jaxckpt.naming import aval_bytes, is_array, subjaxprs, trace_forward
 
 Location = Literal["device", "host"]
 
@@ -61,7 +62,8 @@ def block_residuals(
         compiled to see how each residual is sharded. None: one device.
 
     Returns:
-      The residuals, largest first.
+      The residuals, largest first, but for those that depend on no argument (a causal
+      mask, zeros): a scan keeps them once for all its layers.
     """
     arguments = (weights, *inputs)
 
@@ -85,9 +87,12 @@ def block_residuals(
         labels[var] = label
 
     sizes = _bytes_per_device(closed, num_outputs, arguments, shardings)
+    varying = _varying(jaxpr, jaxpr.invars)
     found: dict[Any, Residual] = {}
     for var, nbytes in zip(jaxpr.outvars[num_outputs:], sizes, strict=True):
-        if isinstance(var, jex_core.Literal) or labels.get(var, "") is None:
+        if isinstance(var, jex_core.Literal) or var not in varying:
+            continue
+        if labels.get(var, "") is None:
             continue
         name, named = _label(jaxpr, var, labels)
         space = str(getattr(var.aval, "memory_space", "")).lower()
@@ -100,6 +105,27 @@ def block_residuals(
             named=named,
         )
     return sorted(found.values(), key=lambda residual: -residual.nbytes)
+
+
+def _varying(jaxpr: jex_core.Jaxpr, inputs: Sequence[Any]) -> set[Any]:
+    """The values of a jaxpr that depend on some of its inputs."""
+    varying = set(inputs)
+    for equation in jaxpr.eqns:
+        depends = [
+            not isinstance(operand, jex_core.Literal) and operand in varying
+            for operand in equation.invars
+        ]
+        if equation.primitive.name in ("jit", "pjit"):  # as JAX calls it, by version
+            (inner,) = subjaxprs(equation)
+            inside = _varying(inner, list(itertools.compress(inner.invars, depends)))
+            varying.update(
+                out
+                for out, source in zip(equation.outvars, inner.outvars, strict=True)
+                if not isinstance(source, jex_core.Literal) and source in inside
+            )
+        elif any(depends):
+            varying.update(equation.outvars)
+    return varying
 
 
 def _bytes_per_device(closed, num_outputs: int, arguments, shardings) -> list[int]:

@@ -2,19 +2,21 @@
 
 `frontier` sweeps the budget of one block. `mix` gives each of L equal layers one of
 those choices. With one memory row at most two differ (a basic solution of the linear
-program has two), so a stack runs as two scans: first the layers that recompute more,
-then those that keep more. In that order the layers that keep least run their backward
-pass when the others have freed what they kept.
+program has two), so a stack runs as two scans. Usually the first layers recompute more
+and the last keep more: the first run their backward pass when the last have freed what
+they kept. `stack_bound` says how much a plan of any shape could still gain.
 
 No JAX here.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxckpt.planner.solve import Choice, Infeasible, Link, Operation, evaluate, solve
+from jaxckpt.planner.solve import Choice, Infeasible, Link, Operation, Program
+from jaxckpt.units import format_bytes
 
 
 def frontier(
@@ -23,55 +25,27 @@ def frontier(
     copies: int = 1,
     budgets: int = 64,
     link: Link | None = None,
-    host_budget: float = float("inf"),
+    host_budget: float = math.inf,
 ) -> list[Choice]:
     """The Pareto-best choices of one block over a range of budgets, cheapest last.
 
     Args:
       operations: the block.
       copies: how many layers keep their values at once.
-      budgets: how many budgets to try, evenly from the least memory to all of it.
+      budgets: how many budgets to try, evenly from the least memory to the most that
+        helps.
       link, host_budget: as for `jaxckpt.planner.solve.solve`.
 
     Returns:
       Choices with memory rising and cost falling, each optimal for its own memory.
     """
-    largest = solve(operations, float("inf"), copies=copies)
-    smallest = _smallest(operations, copies, link, host_budget)
-    found = {largest.memory(copies): largest, smallest.memory(copies): smallest}
-    low, high = smallest.memory(copies), largest.memory(copies)
-    needed = high
-    for budget in np.linspace(high, low, budgets)[1:-1]:
-        if budget >= needed:
-            continue  # the last optimum fits here too
-        best = solve(
-            operations, budget, copies=copies, link=link, host_budget=host_budget
-        )
-        needed = best.memory(copies)
-        found.setdefault(needed, best)
-        if best.cost < found[needed].cost:
-            found[needed] = best
-    if link:
-        free = solve(operations, float("inf"), copies=copies, link=link)
-        found.setdefault(free.memory(copies), free)
-    return pareto(list(found.values()), copies)
-
-
-def _smallest(operations, copies, link, host_budget) -> Choice:
-    """The choice of least memory (and of those the cheapest)."""
-    low, high = 0, evaluate(operations, ()).memory(copies)
-    best = solve(operations, high, copies=copies, link=link, host_budget=host_budget)
-    high = best.memory(copies)
-    while high - low > max(1, high // 4096):
-        middle = (low + high) // 2
-        try:
-            best = solve(
-                operations, middle, copies=copies, link=link, host_budget=host_budget
-            )
-            high = best.memory(copies)
-        except Infeasible:
-            low = middle
-    return best
+    program = Program(operations, copies, link, host_budget)
+    found = [program.solve(math.inf)]
+    highest = found[0].memory(copies)
+    for budget in np.linspace(highest, program.least, budgets)[1:]:
+        if budget < found[-1].memory(copies):  # else the last optimum fits here, too
+            found.append(program.solve(float(budget)))
+    return pareto(found, copies)
 
 
 def pareto(choices: Sequence[Choice], copies: int = 1) -> list[Choice]:
@@ -130,7 +104,7 @@ class Mix:
         return [(choice, count) for choice, count in both if count]
 
 
-def stack_memory(first, last, n_first, n_last, gradient_bytes=0.0):
+def stack_memory(first, last, n_first, n_last):
     """Peak bytes of a two-choice stack: as its last layers start their backward pass,
     or as its first ones do, when the last have freed theirs.
 
@@ -138,9 +112,7 @@ def stack_memory(first, last, n_first, n_last, gradient_bytes=0.0):
     """
     late = n_first * first[0] + n_last * last[0] + (n_last > 0) * last[1]
     early = (n_first > 0) * (n_first * first[0] + first[1])
-    return np.maximum(
-        late + n_last * gradient_bytes, early + (n_first + n_last) * gradient_bytes
-    )
+    return np.maximum(late, early)
 
 
 def mix(
@@ -148,8 +120,7 @@ def mix(
     num_layers: int,
     budget: float,
     *,
-    gradient_bytes: float = 0.0,
-    host_budget: float = float("inf"),
+    host_budget: float = math.inf,
 ) -> Mix:
     """The cheapest two-choice stack within a budget; tries every pair and count.
 
@@ -157,7 +128,6 @@ def mix(
       choices: the block's frontier.
       num_layers: depth of the stack.
       budget: device bytes for what `stack_memory` counts.
-      gradient_bytes: gradient of one layer's weights, on one device.
       host_budget: host bytes of all layers.
 
     Raises:
@@ -171,24 +141,59 @@ def mix(
     n_first = num_layers - n_last
     first = (saved[:, None, None], working[:, None, None])
     last = (saved[None, :, None], working[None, :, None])
-    memory = stack_memory(first, last, n_first, n_last, gradient_bytes)
+    memory = stack_memory(first, last, n_first, n_last)
     total = cost[:, None, None] * n_first + cost[None, :, None] * n_last
     on_host = hosted[:, None, None] * n_first + hosted[None, :, None] * n_last
-    fits = (memory <= budget) & (on_host <= host_budget)
+    one_run = np.isin(n_last, (0, num_layers))
+    as_two = ~np.eye(len(choices), dtype=bool)[..., None]  # equal choices are one run
+    possible = (one_run | as_two) & (on_host <= host_budget)
+    fits = possible & (memory <= budget)
     if not fits.any():
-        least = memory.min()
-        raise Infeasible(f"a budget of {budget:.0f} bytes; {least:.0f} are needed")
-    total = np.where(fits, total, np.inf)
+        if not possible.any():
+            raise Infeasible(
+                f"a host budget of {format_bytes(math.floor(host_budget))}: "
+                f"{format_bytes(math.ceil(on_host.min()))} are needed"
+            )
+        raise Infeasible(
+            f"a budget of {format_bytes(math.floor(budget))} for {num_layers} layers: "
+            f"{format_bytes(math.ceil(memory[possible].min()))} are needed"
+        )
     # Of equal costs the one that needs least, and of those one choice, not two.
-    ties = total <= total.min() * (1 + 1e-12)
-    memory_of_ties = np.where(ties, memory, np.inf)
-    best = np.argwhere(memory_of_ties <= memory_of_ties.min())
-    at = min(map(tuple, best), key=lambda ijk: (ijk[2] not in (0, num_layers), ijk))
-    i, j, k = (int(x) for x in at)
-    return Mix(
-        first=choices[i],
-        last=choices[j],
-        counts=(num_layers - k, k),
-        cost=float(total[i, j, k]),
-        memory=float(memory[i, j, k]),
+    ties = np.argwhere(fits & (total <= total[fits].min() * (1 + 1e-12)))
+    i, j, last = min(
+        ties.tolist(),
+        key=lambda at: (memory[tuple(at)], at[2] not in (0, num_layers), at),
     )
+    return Mix(
+        first=choices[i if last < num_layers else j],
+        last=choices[j if last else i],
+        counts=(num_layers - last, last),
+        cost=float(total[i, j, last]),
+        memory=float(memory[i, j, last]),
+    )
+
+
+def stack_bound(
+    operations: Sequence[Operation],
+    num_layers: int,
+    budget: float,
+    *,
+    link: Link | None = None,
+    host_budget: float = math.inf,
+) -> float:
+    """Seconds that no plan of a stack can beat, whatever each of its layers keeps.
+
+    As the last layer's backward pass starts, all layers hold what they saved and the
+    last one its working bytes besides, which are no less than a block's least memory.
+    So what the others save must fit beside that, and their costs are bounded by the
+    linear relaxation, which is convex: differing layers cannot beat equal ones. What
+    the last layer keeps may be free.
+
+    Raises:
+      Infeasible: the budget is below one block's least memory.
+    """
+    free = Program(operations).lower_bound(math.inf)
+    if num_layers == 1:
+        return Program(operations, 1, link, host_budget).lower_bound(budget)
+    others = Program(operations, num_layers - 1, link, host_budget)
+    return free + (num_layers - 1) * others.lower_bound(budget)

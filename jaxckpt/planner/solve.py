@@ -4,7 +4,7 @@ A JAX checkpoint policy picks values that are kept; everything else that the bac
 pass reads is run again, once, from those and the block's inputs. So the best choice
 under a byte budget is a small 0-1 program, solved to proven optimality by HiGHS::
 
-    minimise    sum_v cost_v r_v + exposed transfer
+    minimise    sum_v cost_v r_v + keep_cost_v (z_v + o_v) + exposed transfer
     subject to  z_v + o_v + r_v >= 1        for each v that the backward pass reads
                 z_u + o_u + r_u >= r_v      for each v that reads u
                 copies * sum_v bytes_v z_v + working bytes <= budget
@@ -13,15 +13,26 @@ under a byte budget is a small 0-1 program, solved to proven optimality by HiGHS
 Working bytes are what one copy of the block holds while its backward pass runs beside
 what is saved: the values read there that were run again or fetched from the host.
 
+HiGHS works to tolerances, a budget does not: its answers are evaluated in integers, and
+one that is over the budget is cut off.
+
 No JAX here. Source: Jain et al. 2020 (Checkmate, arXiv 1910.02653), reduced to one
 recomputation per value, which is what `jax.checkpoint` does.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import optimize, sparse
+
+from jaxckpt.units import format_bytes
+
+# HiGHS's tolerances are absolute, 1e-6: the dearest operation costs 1e7, and a name
+# 0.1 on top, which decides ties.
+_DEAREST, _TIE = 1e7, 0.1
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,7 @@ class Operation:
       nbytes: bytes of its result on one device.
       needed: whether the backward pass reads its result.
       flops: matmul FLOPs of one run, over all devices.
+      keep_cost: seconds to keep its result: to write it where it stays.
     """
 
     cost: float
@@ -45,6 +57,7 @@ class Operation:
     nbytes: int = 0
     needed: bool = False
     flops: int = 0
+    keep_cost: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,7 @@ class Choice:
 
     Attributes:
       save, offload: names, sorted.
-      cost: seconds of recomputation and of transfers that do not hide.
+      cost: seconds of recomputation, of keeping, and of transfers that do not hide.
       flops: matmul FLOPs that run again, over all devices.
       saved_bytes: kept on the device until the backward pass.
       offloaded_bytes: kept in host memory.
@@ -92,7 +105,7 @@ class Choice:
 
 
 class Infeasible(ValueError):
-    """No choice fits the budget."""
+    """No choice fits the budget. One line."""
 
 
 def evaluate(
@@ -100,9 +113,10 @@ def evaluate(
     save: Iterable[str],
     offload: Iterable[str] = (),
     link: Link | None = None,
-    gap: float = 0.0,
 ) -> Choice:
     """What keeping these names costs: what JAX then runs again, exactly.
+
+    A name whose values nothing asks for is left out; one in both lists is offloaded.
 
     Example:
       >>> dot = Operation(cost=2.0, nbytes=8, name="hidden", flops=64)
@@ -110,36 +124,27 @@ def evaluate(
       >>> evaluate([dot, tanh], save=["hidden"]).cost, evaluate([dot, tanh], []).cost
       (0.5, 2.5)
     """
-    save, offload = frozenset(save), frozenset(offload)
-    kept: set[int] = set()
-    again: set[int] = set()
-    pending = [index for index, one in enumerate(operations) if one.needed]
-    while pending:
-        index = pending.pop()
-        if index in kept or index in again:
-            continue
-        if operations[index].name in save or operations[index].name in offload:
-            kept.add(index)
-        else:
-            again.add(index)
-            pending.extend(operations[index].reads)
-    used = {operations[index].name for index in kept}
-    on_host = [index for index in kept if operations[index].name in offload]
-    offloaded = sum(operations[index].nbytes for index in on_host)
+    offload = frozenset(offload)
+    save = frozenset(save) - offload
+    asked = [operations[index] for index in _asked_for(operations, save | offload)]
+    on_device = [one for one in asked if one.name in save]
+    on_host = [one for one in asked if one.name in offload]
+    again = [one for one in asked if one.name not in save | offload]
+    offloaded = sum(one.nbytes for one in on_host)
     exposed = 0.0
-    if link is not None and offloaded:
+    if link is not None:
         exposed = 2 * max(0.0, offloaded / link.bandwidth - link.window)
     return Choice(
-        save=tuple(sorted(save & used)),
-        offload=tuple(sorted(offload & used)),
-        cost=sum(operations[index].cost for index in again) + exposed,
-        flops=sum(operations[index].flops for index in again),
-        saved_bytes=sum(operations[index].nbytes for index in kept) - offloaded,
+        save=tuple(sorted({one.name for one in on_device})),
+        offload=tuple(sorted({one.name for one in on_host})),
+        cost=math.fsum(one.cost for one in again)
+        + math.fsum(one.keep_cost for one in (*on_device, *on_host))
+        + exposed,
+        flops=sum(one.flops for one in again),
+        saved_bytes=sum(one.nbytes for one in on_device),
         offloaded_bytes=offloaded,
-        working_bytes=offloaded
-        + sum(operations[index].nbytes for index in again if operations[index].needed),
+        working_bytes=offloaded + sum(one.nbytes for one in again if one.needed),
         exposed_seconds=exposed,
-        gap=gap,
     )
 
 
@@ -149,9 +154,13 @@ def solve(
     *,
     copies: int = 1,
     link: Link | None = None,
-    host_budget: float = float("inf"),
+    host_budget: float = math.inf,
 ) -> Choice:
-    """The cheapest choice whose memory stays within a budget; fewest values on a tie.
+    """The cheapest choice whose memory stays within a budget.
+
+    Of equally cheap ones it has the fewest names, then the fewest of them offloaded,
+    then the least memory. A name is worth 1e-8 of the dearest operation's cost; costs
+    closer than that are equal.
 
     Args:
       operations: the block, as `jaxckpt.planner.graph.block_operations` makes it.
@@ -164,145 +173,221 @@ def solve(
     Raises:
       Infeasible: even keeping nothing needs more.
     """
-    model = _Model(operations, budget, copies, link, host_budget)
-    first = model.optimum(model.costs)
-    if first is None:
-        least = min(
-            evaluate(operations, ()).memory(copies),
-            evaluate(operations, model.names).memory(copies),
-        )
-        raise Infeasible(f"a budget of {budget:.0f} bytes; {least} are needed")
-    # Among the cheapest, the fewest names, and of those the fewest bytes.
-    second = model.optimum(model.sizes, at_most=first.fun) or first
-    names = model.chosen(second.x)
-    gap = getattr(first, "mip_gap", 0.0) or 0.0
-    best = evaluate(operations, *names, link=link, gap=float(gap))
-    rough = evaluate(operations, *model.chosen(first.x), link=link, gap=float(gap))
-    return best if best.cost <= rough.cost * (1 + 1e-9) else rough
+    return Program(operations, copies, link, host_budget).solve(budget)
 
 
-class _Model:
-    """The 0-1 program. Columns: r per operation, z per name, o per name, exposed."""
+def lower_bound(
+    operations: Sequence[Operation],
+    budget: float,
+    *,
+    copies: int = 1,
+    link: Link | None = None,
+    host_budget: float = math.inf,
+) -> float:
+    """Seconds per copy that no choice within the budget can beat.
 
-    def __init__(self, operations, budget, copies, link, host_budget):
-        live = _reachable(operations)
-        self.names = sorted(
-            {operations[index].name for index in live if operations[index].name}
-        )
-        row_of = {index: place for place, index in enumerate(live)}
-        count, names = len(live), {name: i for i, name in enumerate(self.names)}
-        self.saves = slice(count, count + len(names))
-        self.offloads = slice(self.saves.stop, self.saves.stop + len(names))
-        width = self.offloads.stop + 1
-        scale = max((operations[index].cost for index in live), default=0.0) or 1.0
-        self.costs = np.zeros(width)
-        self.costs[:count] = [operations[index].cost / scale for index in live]
-        self.costs[-1] = 2 / scale if link else 0.0
+    The linear relaxation's value, proven by its dual prices. At a fixed price of memory
+    the rest is a min-cut, which is integral; so where no name is shared and nothing
+    offloaded, the bound over all budgets is the lower convex hull of the exact
+    frontier. For layers that may differ see `jaxckpt.planner.frontier.stack_bound`.
 
-        entries: list[tuple[int, int, float]] = []
-        lower: list[float] = []
-        upper: list[float] = []
+    Arguments and errors are those of `solve`.
+    """
+    return Program(operations, copies, link, host_budget).lower_bound(budget)
 
-        def add(coefficients: dict[int, float], low: float, high: float) -> None:
-            entries.extend(
-                (len(lower), at, value) for at, value in coefficients.items()
-            )
-            lower.append(low)
-            upper.append(high)
 
-        def available(index: int) -> dict[int, float]:
-            found = {row_of[index]: 1.0}
-            name = operations[index].name
-            if name:
-                found[self.saves.start + names[name]] = 1.0
-                found[self.offloads.start + names[name]] = 1.0
-            return found
+class Program:
+    """The 0-1 program of one block, for any number of budgets.
 
-        for index in live:
-            if operations[index].needed:
-                add(available(index), 1, np.inf)
-            for read in set(operations[index].reads):
-                if read != index:
-                    row = available(read)
-                    row[row_of[index]] = row.get(row_of[index], 0.0) - 1.0
-                    add(row, 0, np.inf)
-        for name in range(len(names)):
-            add({self.saves.start + name: 1, self.offloads.start + name: 1}, 0, 1)
+    Memory is linear in what is kept. With nothing kept it is the bytes of all needed
+    values, and no choice has less. Saving a value adds ``copies`` times its bytes and
+    takes it from the working ones, if it was there.
 
-        size_of = dict.fromkeys(self.names, 0)
-        needed_of = dict.fromkeys(self.names, 0)
-        for index in live:
-            if operations[index].name:
-                size_of[operations[index].name] += operations[index].nbytes
-                if operations[index].needed:
-                    needed_of[operations[index].name] += operations[index].nbytes
-        unit = max(1, *size_of.values()) if size_of else 1
-        memory: dict[int, float] = {}
-        for index in live:
-            if operations[index].needed and operations[index].nbytes:
-                memory[row_of[index]] = operations[index].nbytes / unit
-        for name, at in names.items():
-            memory[self.saves.start + at] = copies * size_of[name] / unit
-            memory[self.offloads.start + at] = size_of[name] / unit
-        add(memory, -np.inf, budget / unit)
-        host = {
-            self.offloads.start + at: size_of[name] / unit for name, at in names.items()
+    Columns: per operation r, and its result kept on the device, and on the host; per
+    name whether it is saved, and offloaded; the exposed transfer. A name is saved for
+    all operations that share it, but those that nothing asks for keep nothing.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        copies: int = 1,
+        link: Link | None = None,
+        host_budget: float = math.inf,
+    ):
+        self.operations, self.copies = operations, copies
+        self.link, self.host_budget = link, host_budget
+        live = _asked_for(operations)
+        self.least = sum(operations[i].nbytes for i in live if operations[i].needed)
+        columns = itertools.count()
+        places = 2 if link else 1  # the device, the host
+        run = {i: next(columns) for i in live}
+        kept = {
+            i: tuple(itertools.islice(columns, places))
+            for i in live
+            if operations[i].name
         }
-        add(host, -np.inf, host_budget / copies / unit)
-        if link:  # exposed >= bytes / bandwidth - window
-            late = {at: -value * unit / link.bandwidth for at, value in host.items()}
-            add(late | {width - 1: 1.0}, -link.window, np.inf)
+        self.keep = {
+            name: tuple(itertools.islice(columns, places))
+            for name in sorted({operations[i].name for i in kept})
+        }
+        late = next(columns)
 
-        # A name costs 1 and its bytes break what ties then remain.
-        total = 2.0 * (sum(size_of.values()) or 1)
-        self.sizes = np.zeros(width)
-        for name, at in names.items():
-            self.sizes[self.saves.start + at] = 1 + size_of[name] / total
-            self.sizes[self.offloads.start + at] = 1 + size_of[name] / total
-        rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
-        self.matrix = sparse.csc_array(
-            (values, (rows, columns)), shape=(len(lower), width)
+        rows: list[dict[int, float]] = []  # each row's sum is at most its limit
+        limits: list[float] = []
+        readers = {i: set[int]() for i in live}
+        for i in live:
+            for read in operations[i].reads:
+                readers[read].add(i)
+        for i in live:
+            there = dict.fromkeys((run[i], *kept.get(i, ())), -1.0)
+            if operations[i].needed:
+                rows.append(there)
+                limits.append(-1)
+            for reader in readers[i] - {i}:
+                rows.append(there | {run[reader]: 1})
+                limits.append(0)
+        for i, parts in kept.items():
+            keep = self.keep[operations[i].name]
+            for part, whole in zip(parts, keep, strict=True):
+                rows.append({part: 1, whole: -1})
+                limits.append(0)
+            rows.append(dict.fromkeys((run[i], *keep), 1))
+            limits.append(1)
+
+        dearest = max((operations[i].cost for i in live), default=0)
+        self.scale = dearest / _DEAREST or 1.0
+        self.costs = np.zeros(late + 1)
+        self.costs[: len(live)] = [operations[i].cost / self.scale for i in live]
+        self.highest = np.ones(late + 1)
+        self.device = np.zeros(late + 1, np.int64)  # what each column adds to `least`
+        self.host = np.zeros(late + 1, np.int64)
+        for i, (saved, *offloaded) in kept.items():
+            one = operations[i]
+            self.device[saved] = one.nbytes * (copies - one.needed)
+            self.device[offloaded] = one.nbytes * (not one.needed)
+            self.costs[[saved, *offloaded]] = one.keep_cost / self.scale
+            self.host[offloaded] = one.nbytes * copies
+        if link:
+            transfer = self.host * (2 / copies / link.bandwidth / self.scale)
+            on_host = np.flatnonzero(transfer).tolist()
+            rows.append({column: transfer[column] for column in on_host} | {late: -1.0})
+            limits.append(2 * link.window / self.scale)
+            self.costs[late], self.highest[late] = 1, transfer.sum()
+        # Names count; then those offloaded, then bytes, together less than one name.
+        step = _TIE / (2 * len(self.keep) + 1)
+        self.ties = self.device * (step / (self.device.sum() + 1))
+        for saved, *offloaded in self.keep.values():
+            self.ties[saved] = _TIE
+            self.ties[offloaded] = _TIE + step
+        self.integrality = np.ones(late + 1)
+        self.integrality[late] = 0
+
+        entries = [
+            (value, row, column)
+            for row, one in enumerate(rows)
+            for column, value in one.items()
+        ]
+        values, at_rows, at_columns = (
+            zip(*entries, strict=True) if entries else ((),) * 3
         )
-        self.lower, self.upper = np.array(lower), np.array(upper)
-        # Where z and o are integers, the least r that satisfies the rows is, too.
-        self.integrality = np.zeros(width)
-        self.integrality[count : self.offloads.stop] = 1
-        highest = np.ones(width)
-        highest[-1] = np.inf
-        if link is None:
-            highest[self.offloads] = 0
-        self.bounds = optimize.Bounds(np.zeros(width), highest)
+        self.matrix = sparse.csr_array(
+            (values, (at_rows, at_columns)), shape=(len(rows), late + 1)
+        )
+        self.limits = np.array(limits)
 
-    def optimum(self, objective: np.ndarray, at_most: float | None = None):
-        constraints = [optimize.LinearConstraint(self.matrix, self.lower, self.upper)]
-        if at_most is not None:
-            most = at_most + 1e-9 * max(1.0, abs(at_most))
-            constraints.append(
-                optimize.LinearConstraint(self.costs[None], -np.inf, most)
+    def solve(self, budget: float) -> Choice:
+        """`solve` for this budget."""
+        self._check(budget)
+        if not self.keep:
+            return evaluate(self.operations, ())
+        # Integer bytes leave half a step of room for tolerances.
+        matrix, limits = self._within(budget, room=0.5)
+        while True:
+            found = optimize.milp(
+                self.costs + self.ties,
+                constraints=(matrix, -np.inf, limits),
+                integrality=self.integrality,
+                bounds=(0, self.highest),
+                options={"mip_rel_gap": 0.0},
             )
-        found = optimize.milp(
-            objective,
-            constraints=constraints,
-            integrality=self.integrality,
-            bounds=self.bounds,
-            options={"mip_rel_gap": 0.0},
+            if found.x is None:
+                raise RuntimeError(f"HiGHS gave up: {found.message}")
+            best = self._choice(found.x > 0.5)
+            if (
+                best.memory(self.copies) <= budget
+                and best.offloaded_bytes * self.copies <= self.host_budget
+            ):
+                return replace(best, gap=max(0.0, found.mip_gap or 0.0))
+            # Not quite within the budget: not this one, then.
+            cut = np.zeros_like(self.costs)
+            for column in itertools.chain(*self.keep.values()):
+                cut[column] = 1 if found.x[column] > 0.5 else -1
+            matrix = sparse.vstack([matrix, sparse.csr_array(cut[None])], "csr")
+            limits = np.append(limits, (cut > 0).sum() - 1)
+
+    def lower_bound(self, budget: float) -> float:
+        """`lower_bound` for this budget."""
+        self._check(budget)
+        if not self.keep:
+            return evaluate(self.operations, ()).cost
+        matrix, limits = self._within(budget)
+        found = optimize.linprog(
+            self.costs,
+            A_ub=matrix,
+            b_ub=limits,
+            bounds=np.stack([np.zeros_like(self.highest), self.highest], 1),
         )
-        return found if found.x is not None else None
+        # Any prices prove a bound, so tolerances cannot make it lie: every column at
+        # its better end, and the limits paid for.
+        prices = np.maximum(0, -found.ineqlin.marginals)
+        reduced = self.costs + matrix.T @ prices
+        bound = np.minimum(0, reduced) @ self.highest - prices @ limits
+        return max(0.0, float(bound) * self.scale)
 
-    def chosen(self, values: np.ndarray) -> tuple[list[str], list[str]]:
-        return tuple(
-            [name for name, x in zip(self.names, values[part], strict=True) if x > 0.5]
-            for part in (self.saves, self.offloads)
-        )
+    def _check(self, budget: float) -> None:
+        if budget < self.least:
+            short = self.least - math.floor(budget)
+            raise Infeasible(
+                f"a budget of {format_bytes(math.floor(budget))} is "
+                f"{format_bytes(short)} short: with nothing kept the block needs "
+                f"{format_bytes(self.least)}"
+            )
+
+    def _within(self, budget: float, room: float | None = None):
+        """Matrix and limits of all rows; with ``room``, of whole steps of bytes."""
+        rows, limits = [self.matrix], list(self.limits)
+        for row, limit in (
+            (self.device, budget - self.least),
+            (self.host, self.host_budget),
+        ):
+            if limit < row.sum():
+                step, largest = int(np.gcd.reduce(row)), int(row.max())
+                if room is not None:
+                    limit = (limit // step + room) * step
+                rows.append(sparse.csr_array(row[None] / largest))
+                limits.append(limit / largest)
+        return sparse.vstack(rows, "csr"), np.array(limits)
+
+    def _choice(self, chosen: np.ndarray) -> Choice:
+        places = ([], [])
+        for name, columns in self.keep.items():
+            for place, column in zip(places, columns, strict=False):
+                if chosen[column]:
+                    place.append(name)
+        return evaluate(self.operations, *places, link=self.link)
 
 
-def _reachable(operations: Sequence[Operation]) -> list[int]:
-    """Operations that the backward pass reads, or that those read, in order."""
+def _asked_for(
+    operations: Sequence[Operation], keep: Collection[str] = ()
+) -> list[int]:
+    """What the backward pass reads, and what that is made from up to values kept."""
     found: set[int] = set()
     pending = [index for index, one in enumerate(operations) if one.needed]
     while pending:
         index = pending.pop()
         if index not in found:
             found.add(index)
-            pending.extend(operations[index].reads)
+            if operations[index].name not in keep:
+                pending.extend(operations[index].reads)
     return sorted(found)

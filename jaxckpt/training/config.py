@@ -13,7 +13,7 @@ import tyro
 from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.models.dialects import translate
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
-from jaxckpt.policies import nearest, unknown_names
+from jaxckpt.policies import is_automatic, nearest, unknown_names
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -102,6 +102,7 @@ class TrainConfig:
             raise ConfigError("--resume needs --workdir, the folder of the run")
         unknown = {name for policy in self.plan.policies() for name in policy.names}
         unknown -= set(self.architecture.value_names)
+        unknown = {name for name in unknown if not is_automatic(name)}
         if unknown:
             raise unknown_names(unknown, self.architecture.value_names)
         parse_mesh(self.mesh)

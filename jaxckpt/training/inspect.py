@@ -92,10 +92,23 @@ def lint_program(
     ]
 
 
-def layer_residuals(
-    config: TrainConfig, placement: Placement
-) -> Callable[[Policy], list[Residual]]:
-    """What one layer of the model keeps under a policy, in bytes per device."""
+@dataclasses.dataclass(frozen=True)
+class OneLayer:
+    """One layer of a model as a function, with the shapes to call it with.
+
+    Attributes:
+      apply: ``(params, x, dropout_key) -> x``.
+      arguments: params, x and key, as `jax.ShapeDtypeStruct`.
+      shardings: theirs; None on one device.
+    """
+
+    apply: Callable[..., Any]
+    arguments: tuple[Any, Any, Any]
+    shardings: tuple[Any, Any, Any] | None
+
+
+def one_layer(config: TrainConfig, placement: Placement) -> OneLayer:
+    """The layer of a run's model, at the size of one micro-batch."""
     architecture = config.architecture
     block = Block(architecture, placement.constrain)
     size = (config.micro_batch_size, config.sequence_length, architecture.dim)
@@ -114,15 +127,22 @@ def layer_residuals(
         rngs = {"dropout": key} if uses_dropout(architecture) else {}
         return block.apply({"params": params}, x, deterministic=not rngs, rngs=rngs)
 
+    return OneLayer(apply, (nn.unbox(boxed), x, key), shardings)
+
+
+def layer_residuals(
+    config: TrainConfig, placement: Placement
+) -> Callable[[Policy], list[Residual]]:
+    """What one layer of the model keeps under a policy, in bytes per device."""
+    layer = one_layer(config, placement)
+
     @functools.cache
     def residuals(policy: Policy) -> list[Residual]:
         return block_residuals(
-            checkpoint(apply, policy, in_loop=True),
-            nn.unbox(boxed),
-            x,
-            key,
+            checkpoint(layer.apply, policy, in_loop=True),
+            *layer.arguments,
             input_names=["decoder_layer_input", "dropout_key"],
-            shardings=shardings,
+            shardings=layer.shardings,
         )
 
     return residuals

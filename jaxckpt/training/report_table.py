@@ -30,6 +30,12 @@ def print_rows(report: dict[str, Any], console: Console) -> None:
     for attention in sorted({row["attention"] for row in good if row["attention"]}):
         console.print(attention)
     console.print(_table(rows, report["memory_limit"], console.width >= _WIDE))
+    if any("max_batch" in row for row in rows):
+        console.print(
+            "max batch: the largest tried that fits, if memory grows with the batch"
+        )
+    for note in dict.fromkeys(note for row in good for note in row.get("notes", [])):
+        console.print(note)
     for row in rows:
         if "error" in row:
             console.print(f"{row['policy']} failed: {row['error']}", style="red")
@@ -45,8 +51,8 @@ def _table(rows: list[dict[str, Any]], limit: int | None, wide: bool) -> Table:
     totals = [row.get("device_total_bytes") or 0 for row in rows]
     unit, size = ("GiB", 2**30) if max(totals) >= 2**30 else ("MiB", 2**20)
     title = (
-        f"{unit} per device as compiled; recomputed FLOPs as counted; collectives as "
-        "counted: forward/recompute/backward; step: estimated"
+        f"{unit} per device as compiled; recomputed FLOPs of one device as counted; "
+        "collectives as counted: forward/recompute/backward; step: estimated"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, **_TIGHT)
     table.add_column("policy", overflow="fold", min_width=16)
@@ -75,6 +81,7 @@ def _cells(row: dict[str, Any], limit: int | None, size: int, wide: bool) -> lis
         fits = "yes" if over <= 0 else f"+{shown(over)}"
     saving, seconds = row["activation_saving"], row["estimated_step_seconds"]
     moved = [row["collective_bytes"][p] for p in ("forward", "recompute", "backward")]
+    sent = ("/" if wide else "\n").join(map(shown, moved)) if any(moved) else "0"
     time = [format_milliseconds(seconds) if seconds else "?", row["bound"] or "?"]
     return [
         shown(row["device_total_bytes"]),
@@ -82,7 +89,7 @@ def _cells(row: dict[str, Any], limit: int | None, size: int, wide: bool) -> lis
         shown(row["host_temp_bytes"]),
         "?" if saving is None else f"{saving:.1%}",
         f"{row['recompute_fraction']:.1%}",
-        ("/" if wide else "\n").join(map(shown, moved)) if any(moved) else "0",
+        "?" if None in moved else sent,
         *(time if wide else ["\n".join(time)]),
         fits,
         *([str(row["max_batch"])] if "max_batch" in row else []),

@@ -64,9 +64,10 @@ def add_savings(rows: list[dict[str, Any]]) -> None:
     base = next((r for r in rows if r["policy"] == "none" and "error" not in r), None)
     for row in rows:
         if "error" not in row:
-            known = base and base["temp_bytes"] and row["temp_bytes"]
-            saving = 1 - row["temp_bytes"] / base["temp_bytes"] if known else None
-            row["activation_saving"] = saving
+            row["activation_saving"] = None
+            if base and base["temp_bytes"] and row["temp_bytes"]:
+                saving = 1 - row["temp_bytes"] / base["temp_bytes"]
+                row["activation_saving"] = saving
 
 
 def advice(
@@ -171,8 +172,9 @@ def _what_would_help(
 def largest_batch(
     job: Job, unit: int, cache: Path, progress: Callable[[str], None]
 ) -> int:
-    """The largest batch of a policy that fits, in multiples of a unit; 0 for none.
+    """The largest batch tried that fits, in multiples of a unit; 0 for none.
 
+    Takes memory to grow with the batch: the answer fits, and the next size does not.
     Doubles the job's own until one does not fit. In between memory is about linear:
     each size tried is where the line through the last two reaches the limit, until one
     fits and the next does not. XLA fuses some sizes better than others, so that a size
@@ -257,6 +259,8 @@ def grown(
             continue
         for field in ("device_total_bytes", "temp_bytes", "host_temp_bytes"):
             before, after = old.get(field), new[policy][field]
-            if None not in (before, after) and after > before * (1 + tolerance):
+            if before is None or after is None:
+                continue
+            if after > before * (1 + tolerance):
                 found.append(Growth(policy, field, before, after))
     return found

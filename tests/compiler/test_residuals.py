@@ -166,6 +166,20 @@ def test_a_value_kept_twice_is_listed_once():
     assert [r.name for r in kept] == ["x"]
 
 
+def test_what_depends_on_no_argument_is_not_of_a_layer():
+    """A causal mask, and the zeros that are the tangent of its -inf."""
+
+    def block(w, x):
+        mask = jnp.tril(jnp.ones((2, 4), bool))
+        return jnp.sin(jnp.where(mask, x @ w, -jnp.inf))
+
+    kept = block_residuals(block, shape(8, 4), shape(2, 8), input_names=["x"])
+    assert {(r.name, r.nbytes) for r in kept} == {
+        ("x", 64),
+        ("cos float32[2,4]", 32),
+    }
+
+
 def test_host_values_are_on_the_host():
     def block(w, x):
         return jnp.sin(checkpoint_name(x @ w, "hidden"))

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxckpt.compiler import targets
-from jaxckpt.compiler.targets import KINDS, TargetError, parse_target
+from jaxckpt.compiler.targets import KINDS, TPU_KINDS, TargetError, parse_target
 
 TWELVE = (
     "t4 l4 a10g a100-40 a100-80 h100 h100-pcie h200 b200 gb200 rtx4090 rtx6000pro"
@@ -84,6 +84,12 @@ def test_memory_is_what_the_name_says():
         (":8", ["':8' is not KIND:GPUS"]),
         ("", ["'' is not KIND:GPUS"]),
         ("missing.textproto:8", ["missing.textproto: No such file"]),
+        ("v55e:2x4", ["unknown target 'v55e'", "Did you mean 'v5e'?"]),
+        ("v5e:8", ["'v5e:8' is not v5e:XxY, chips along 2 axes, as in v5e:2x4"]),
+        ("v5e:0x4", ["is not v5e:XxY"]),
+        ("v5e:2x4x", ["is not v5e:XxY"]),
+        ("v5e:2xfour", ["is not v5e:XxY"]),
+        ("v5p:2x4", ["is not v5p:XxYxZ, chips along 3 axes, as in v5p:2x2x1"]),
     ],
 )
 def test_bad_targets_are_one_line(text, parts):
@@ -123,12 +129,23 @@ def test_without_the_compiler_one_line_says_how_to_install_it(monkeypatch):
     )
 
 
-def in_a_process(program: str) -> str:
+def test_without_libtpu_one_line_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TargetError) as error:
+        parse_target("v5e:2x4").devices()
+    assert str(error.value) == (
+        "compiling for absent TPUs needs pip install 'jaxckpt[tpu-compiler]'"
+    )
+    for text in "attached", "cpu":
+        targets.check_installed(parse_target(text))
+
+
+def in_a_process(program: str, target: str = "h100:8") -> str:
     """Absent GPUs need a JAX that has started on the CPU and nothing else."""
     try:
-        targets.check_installed()
+        targets.check_installed(parse_target(target))
     except TargetError as error:
-        pytest.skip(f"jax_plugins.xla_cuda13 is not importable: {error}")
+        pytest.skip(f"the compiler of {target} is not importable: {error}")
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(sys.path)},
@@ -137,6 +154,46 @@ def in_a_process(program: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+@pytest.mark.parametrize(
+    "text, chips",
+    [("v5e:1x1", 1), ("v5e:2x4", 8), ("v6e:16x16", 256), ("v4:2x2x1", 4),
+     ("v5p:2x2x2", 8)],
+)  # fmt: skip
+def test_tpus_that_are_not_there(text, chips):
+    target = parse_target(text)
+    kind = TPU_KINDS[text.split(":")[0]]
+    assert (target.tpu, target.num_devices, target.kind) == (kind, chips, None)
+    assert target.memory_limit == kind.memory_bytes and not target.is_absent
+    out = in_a_process(
+        "from jaxckpt.compiler.targets import parse_target\n"
+        f"devices = parse_target('{text}').devices()\n"
+        "print(len(devices), devices[0].platform, devices[0].device_kind)",
+        text,
+    )
+    assert out.strip() == f"{chips} tpu {kind.name}"
+
+
+def test_a_slice_that_libtpu_refuses_is_one_line():
+    out = in_a_process(
+        "from jaxckpt.compiler.targets import TargetError, parse_target\n"
+        "try: parse_target('v5e:3x5').devices()\n"
+        "except TargetError as error: print(error)",
+        "v5e:3x5",
+    )
+    (line,) = out.splitlines()
+    assert line.startswith("libtpu cannot compile for v5e:3x5: ")
+
+
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e"])
+def test_every_tpu_has_all_figures_and_a_source(name):
+    kind = TPU_KINDS[name]
+    told = {"v4": 32, "v5e": 16, "v5p": 96, "v6e": 32}[name] * 2**30
+    assert 0.95 < kind.memory_bytes / told < 1
+    assert 0.8e12 < kind.memory_bandwidth < 3e12
+    assert 190e12 < kind.matmul_flops < 1e15
+    assert "libtpu" in kind.source and "Google Cloud TPU" in kind.source
 
 
 def test_a_thousand_gpus_on_128_hosts():

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxckpt import layer_plan, merge_layers, join_layers
+from jaxckpt import join_layers, layer_plan, merge_layers
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.models.presets import model_config
 from jaxckpt.models.transformer import Transformer

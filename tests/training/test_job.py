@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import subprocess
+import time
 
 import pytest
 
@@ -99,8 +100,11 @@ def test_the_process_starts_jax_on_the_cpu_and_dumps(processes, tmp_path, monkey
     monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
     run_job(Job(CONFIG, "h100:8"), tmp_path)
     run_job(Job(CONFIG, "attached"), tmp_path)
-    absent, attached = processes[1]
+    run_job(Job(CONFIG, "v5e:2x4"), tmp_path)
+    absent, attached, tpu = processes[1]
     assert (absent["JAX_PLATFORMS"], attached["JAX_PLATFORMS"]) == ("cpu", "cuda")
+    assert (tpu["JAX_PLATFORMS"], tpu["TPU_SKIP_MDS_QUERY"]) == ("cpu", "1")
+    assert "ALLOW_MULTIPLE_LIBTPU_LOAD" in tpu.keys() - absent.keys()
     assert absent["XLA_FLAGS"].startswith("--xla_mine=1 --xla_dump_to=")
 
 
@@ -117,6 +121,23 @@ def test_a_failure_is_a_row_and_is_not_cached(processes, tmp_path, printed, erro
     assert (row["policy"], row["error"]) == ("none", error)
     assert row["bad_input"] is bool(printed)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_hangs_is_stopped_and_is_a_row(tmp_path, monkeypatch):
+    stub = tmp_path / "hangs"
+    stub.write_text("#!/bin/sh\nexec sleep 60\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(jobs.sys, "executable", str(stub))
+    monkeypatch.setattr(jobs, "_TIMEOUT", 0.3)
+    start = time.monotonic()
+    row = run_job(JOB, tmp_path / "cache")
+    assert time.monotonic() - start < 10
+    assert row == {
+        "policy": "none",
+        "error": "the compiler was stopped after 0.005 minutes",
+        "bad_input": False,
+    }
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_real_failure_tells_its_reason(tmp_path):

@@ -1,0 +1,74 @@
+"""The checkpoints in a traced training step, as their backward passes show them.
+
+JAX runs a checkpoint's forward pass without a mark. In the backward pass it is an
+equation with the policy and a body: recomputation, then gradients.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from jaxckpt import compat
+from jaxckpt.compiler.flops import equation_flops, walk
+from jaxckpt.naming import subjaxprs
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's backward pass.
+
+    Attributes:
+      policy: JAX's policy callable, None for full remat.
+      body: what it runs: recomputation, then gradients.
+      recompute: FLOPs recomputed in one run.
+      loops: iterations of the loops around it.
+      level: the jaxpr it stands in.
+      outer: whether another checkpoint is around it and nothing else inside that.
+    """
+
+    policy: Callable[..., Any] | None
+    body: jex_core.Jaxpr
+    recompute: int
+    loops: int
+    level: int
+    outer: bool
+
+
+def find_checkpoints(
+    jaxpr: jex_core.Jaxpr, loops: int = 1, directly_inside: bool = False
+) -> Iterator[Checkpoint]:
+    """The checkpoints of a step with its gradient in it, outermost first."""
+    for equation in jaxpr.eqns:
+        params = compat.equation_params(equation)
+        found = is_checkpoint(equation)
+        alone = sum(map(is_checkpoint, jaxpr.eqns)) == 1
+        length = params["length"] if equation.primitive.name == "scan" else 1
+        for body in subjaxprs(equation):
+            if found:
+                yield Checkpoint(
+                    policy=params["policy"],
+                    body=body,
+                    recompute=sum(flops for flops, _ in recomputed(body)),
+                    loops=loops,
+                    level=id(jaxpr),
+                    outer=directly_inside and alone,
+                )
+            inside = found or (directly_inside and length == 1)
+            yield from find_checkpoints(body, loops * length, inside)
+
+
+def is_checkpoint(equation: jex_core.JaxprEqn) -> bool:
+    """Whether an equation is a checkpoint's."""
+    return {"policy", "prevent_cse"} <= compat.equation_params(equation).keys()
+
+
+def recomputed(body: jex_core.Jaxpr) -> list[tuple[int, str]]:
+    """FLOPs and kind of every matmul that a checkpoint's backward pass runs again."""
+    found = []
+    for visit in walk(body, stack="/transpose(jvp())"):
+        flops = visit.times * equation_flops(visit.equation)
+        if flops and "rematted_computation" in visit.name_stack:
+            found.append((flops, visit.equation.primitive.name))
+    return found

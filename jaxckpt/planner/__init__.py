@@ -1,0 +1,1 @@
+"""Plans: what each layer keeps so that a step fits a budget of bytes."""

@@ -1,0 +1,210 @@
+"""A stack of equal layers as the planner's model: which layers keep what.
+
+Two ways, the cheaper one is proposed. *Mixed*: every layer is checkpointed under one
+of at most two choices of its frontier (`jaxckpt.planner.frontier.mix`). *Grouped*: a
+layer plan of nested groups, by rotor's recurrence with the frontier as options, where
+the layers' inputs alone are too much.
+
+No JAX here.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxckpt.layers import LayerPlan, Run
+from jaxckpt.planner.frontier import Mix, frontier, mix, stack_bound
+from jaxckpt.planner.search import Proposal
+from jaxckpt.planner.solve import Choice, Infeasible, Link, Operation
+from jaxckpt.policies import FULL, NONE, Policy
+from jaxckpt.schedules import (
+    Chain,
+    Checkpointed,
+    NoSchedule,
+    Option,
+    Stage,
+    StageCosts,
+    rotor_schedule,
+)
+from jaxckpt.schedules.simulate import simulate
+
+_OPTIONS = 6  # of the frontier, given to rotor
+_SLOTS = 200
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """A training step with a stack of equal layers, as the planner sees it.
+
+    Every number of bytes is of one device.
+
+    Attributes:
+      operations: one layer's graph.
+      num_layers: depth.
+      static: what is there whatever the plan keeps, by name: weights, optimizer
+        state, batch.
+      gradient_bytes: gradients of all weights. XLA allocates those of a scan before
+        its backward loop, so they are all there at the peak.
+      input_bytes: one layer's input, which every checkpointed layer keeps.
+      forward_seconds, forward_flops: of one layer's forward pass; estimated, counted.
+      link: the way to host memory; None forbids offloading.
+      host_budget: bytes of host memory.
+    """
+
+    operations: Sequence[Operation]
+    num_layers: int
+    static: dict[str, int]
+    gradient_bytes: int
+    input_bytes: int
+    forward_seconds: float
+    forward_flops: int = 0
+    link: Link | None = None
+    host_budget: float = math.inf
+
+    @property
+    def fixed_bytes(self) -> int:
+        return sum(self.static.values()) + self.gradient_bytes
+
+    @functools.cached_property
+    def choices(self) -> list[Choice]:
+        """The frontier of one layer."""
+        return frontier(
+            self.operations,
+            copies=self.num_layers,
+            link=self.link,
+            host_budget=self.host_budget,
+        )
+
+    @property
+    def cheapest(self) -> float:
+        return self.num_layers * min(choice.cost for choice in self.choices)
+
+    @property
+    def gap(self) -> float:
+        return max(choice.gap for choice in self.choices)
+
+    def propose(self, allowance: float) -> Proposal:
+        try:
+            mixed = mix(
+                self.choices,
+                self.num_layers,
+                allowance - self._inputs,
+                host_budget=self.host_budget,
+            )
+        except Infeasible:
+            return self._grouped(allowance)
+        return self._mixed(mixed)
+
+    def least(self) -> Proposal:
+        least = min(self.choices, key=lambda one: (one.saved_bytes, one.cost))
+        layers = self.num_layers
+        memory = least.memory(layers)
+        return self._mixed(Mix(least, least, (layers, 0), layers * least.cost, memory))
+
+    def lower_bound(self, allowance: float) -> float:
+        room = allowance - self._inputs
+        try:
+            return stack_bound(
+                self.operations,
+                self.num_layers,
+                room,
+                link=self.link,
+                host_budget=self.host_budget,
+            )
+        except Infeasible:
+            return 0.0  # groups alone go below one input per layer
+
+    @property
+    def _inputs(self) -> int:
+        return self.num_layers * self.input_bytes
+
+    def _mixed(self, mixed: Mix) -> Proposal:
+        runs = [Run(count, policy_of(choice)) for choice, count in mixed.parts]
+        return Proposal(
+            layer_plan=str(LayerPlan(tuple(runs))),
+            memory=self._inputs + mixed.memory,
+            cost=mixed.cost,
+            flops=mixed.flops,
+            exposed_seconds=sum(
+                count * choice.exposed_seconds for choice, count in mixed.parts
+            ),
+            offloaded_bytes=sum(
+                count * choice.offloaded_bytes for choice, count in mixed.parts
+            ),
+        )
+
+    def _grouped(self, allowance: float) -> Proposal:
+        """Nested groups, by rotor; no offloading, which XLA:GPU does not nest."""
+        step = max(1, len(self.choices) // _OPTIONS)
+        usable = [one for one in self.choices[::step] if not one.offload]
+        if not usable:
+            raise Infeasible("no choice without offloading to make groups of")
+        options = tuple(
+            Option(
+                kept=choice.saved_bytes + self.input_bytes,
+                forward=self.forward_seconds,
+                backward=2 * self.forward_seconds + choice.cost,
+                backward_temporary=choice.working_bytes + self.input_bytes,
+            )
+            for choice in usable
+        )
+        layer = StageCosts(self.input_bytes, self.forward_seconds, options)
+        chain = Chain((layer,) * self.num_layers, input=self.input_bytes)
+        try:
+            schedule = rotor_schedule(chain, int(allowance), _SLOTS)
+        except NoSchedule as error:
+            raise Infeasible(str(error)) from error
+        plan = LayerPlan(
+            runs_of(
+                schedule.items, [[policy_of(one) for one in usable]] * self.num_layers
+            )
+        )
+        simulated = simulate(schedule, chain)
+        plain = 3 * self.num_layers * self.forward_seconds
+        again = sum(
+            usable[stage.option].flops for stage in schedule.stages()
+        ) + self.forward_flops * (sum(simulated.forward_runs) - self.num_layers)
+        return Proposal(
+            layer_plan=str(plan),
+            memory=float(simulated.peak),
+            cost=simulated.time - plain,
+            flops=again,
+        )
+
+
+def policy_of(choice: Choice) -> Policy:
+    """A choice in the policy language."""
+    if not choice.save and not choice.offload:
+        return FULL
+    return Policy(save=choice.save, offload=choice.offload)
+
+
+def runs_of(
+    items: Sequence[Stage | Checkpointed], policies: Sequence[Sequence[Policy]]
+) -> tuple[Run, ...]:
+    """A schedule's tree as the runs of a layer plan, equal neighbours joined.
+
+    Args:
+      items: of a `jaxckpt.schedules.Schedule`.
+      policies: per stage, the policy of each of its options.
+
+    Example:
+      >>> items = (Checkpointed((Stage(0), Stage(1))), Checkpointed((Stage(2), Stage(3))),
+      ...          Stage(4, 1), Stage(5, 1))
+      >>> print(LayerPlan(runs_of(items, 6 * [[NONE, Policy(save=("hidden",))]])))
+      2x2xnone+2xsave:hidden
+    """
+    runs: list[Run] = []
+    for item in items:
+        if isinstance(item, Stage):
+            run = Run(1, policies[item.index][item.option])
+        else:
+            inner = runs_of(item.items, policies)
+            alone = len(inner) == 1 and inner[0] == Run(1, NONE)
+            run = Run(1, FULL if alone else inner)
+        if runs and runs[-1].body == run.body:
+            runs[-1] = Run(runs[-1].count + 1, run.body)
+        else:
+            runs.append(run)
+    return tuple(runs)

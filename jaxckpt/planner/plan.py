@@ -1,0 +1,182 @@
+"""The Plan: what the planner answers, as data, to a file and back.
+
+A plan names the values it keeps. Automatic names are only meaningful for the function
+that was planned, so a plan also holds each value's shape and dtype, and refuses a
+function whose values of those names are others.
+
+No JAX here.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxckpt.layers import LayerPlan, layer_plan, parse_layers
+from jaxckpt.policies import Policy, PolicyError
+
+VERSION = 1
+
+
+class PlanFileError(ValueError):
+    """A file that is no plan, or a plan for something else. One line."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to keep where, what it costs, and what was promised.
+
+    Attributes:
+      layer_plan: text in the policy language.
+      num_layers: how many layers it plans; 1 for a function.
+      budget_bytes: device bytes that the compiled peak is within.
+      target, mesh: what it was compiled for.
+      model: preset or function that was planned.
+      batch_size, sequence_length: of the step; None for a function.
+      predicted: the model's ``device_total_bytes`` before the last compile, and its
+        ``recompute_flops`` and ``recompute_seconds`` (estimated).
+      compiled: the compiled step, a row as in a report.
+      recompute_fraction: recomputed FLOPs over all others, counted.
+      lower_bound: ``recompute_seconds`` (estimated) that no plan within the budget
+        goes below.
+      solver: ``status``, the largest relative ``gap`` left, ``seconds``.
+      compiles: how many candidates were compiled.
+      values: the values that the plan keeps: ``name, shape, dtype, nbytes, source``.
+      starts: of a function that was cut into stages: the first equation of each.
+      fingerprint: of that function's program; another one is refused.
+      version: of this format.
+
+    Use it wherever a policy is taken: ``remat(fn, plan)``, ``stack(block, plan, 32)``,
+    ``train --plan=plan.json``, ``report --policies plan.json``.
+    """
+
+    layer_plan: str
+    num_layers: int
+    budget_bytes: int
+    target: str
+    mesh: str
+    model: str
+    batch_size: int | None
+    sequence_length: int | None
+    predicted: dict[str, Any]
+    compiled: dict[str, Any]
+    recompute_fraction: float
+    lower_bound: dict[str, float]
+    solver: dict[str, Any]
+    compiles: int
+    values: tuple[dict[str, Any], ...] = ()
+    starts: tuple[int, ...] = ()
+    fingerprint: str = ""
+    version: int = VERSION
+
+    @property
+    def layers(self) -> LayerPlan:
+        """The layer plan as an object."""
+        return layer_plan(self.layer_plan, self.num_layers)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of every layer, where there is one alone.
+
+        Raises:
+          PolicyError: the layers differ.
+        """
+        policies = self.layers.policies()
+        if len(policies) != 1 or any(run.group for run in self.layers.runs):
+            raise PolicyError(
+                f"{self.layer_plan} gives layers different policies; use "
+                "jaxckpt.stack, which runs them all"
+            )
+        return policies[0]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        data = dataclasses.asdict(self)
+        Path(path).write_text(json.dumps(data, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Reads a plan that `save` wrote.
+
+        Raises:
+          PlanFileError: no file, no plan, another version, or a broken field.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "is no text"
+            raise PlanFileError(f"{path}: {reason}") from error
+        except json.JSONDecodeError as error:
+            raise PlanFileError(f"{path} is no JSON: {error}") from error
+        return cls.from_json(data, str(path))
+
+    @classmethod
+    def from_json(cls, data: Any, origin: str = "plan") -> "Plan":
+        """Checks and reads the JSON data of a plan."""
+        if not isinstance(data, dict) or "layer_plan" not in data:
+            raise PlanFileError(f"{origin} is no plan: it has no layer_plan")
+        if data.get("version") != VERSION:
+            raise PlanFileError(
+                f"{origin} is of version {data.get('version')} and this jaxckpt reads "
+                f"{VERSION}; plan again"
+            )
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        missing = sorted(set(fields) - set(data))
+        if missing:
+            raise PlanFileError(f"{origin} is no plan: it has no {missing[0]}")
+        unknown = sorted(set(data) - set(fields))
+        if unknown:
+            raise PlanFileError(f"{origin} has a field {unknown[0]!r} that no plan has")
+        for name, kind in _KINDS.items():
+            if not isinstance(data[name], kind) or isinstance(data[name], bool):
+                raise PlanFileError(f"{origin}: {name} is {data[name]!r}")
+        parse_layers(data["layer_plan"])
+        lists = {name: tuple(data[name]) for name in ("values", "starts")}
+        plan = cls(**data | lists)
+        _ = plan.layers
+        return plan
+
+    def check_values(self, found: Iterable[Any]) -> None:
+        """Refuses a function whose values of the plan's names are others.
+
+        Args:
+          found: objects with ``name``, ``shape`` and ``dtype``.
+
+        Raises:
+          PolicyError: naming the value, as planned and as found.
+        """
+        have: dict[str, set[tuple[tuple[int, ...], str]]] = {}
+        for value in found:
+            key = (tuple(value.shape), str(value.dtype))
+            have.setdefault(value.name, set()).add(key)
+        for value in self.values:
+            planned = (tuple(value["shape"]), value["dtype"])
+            name = value["name"]
+            if name in have and planned not in have[name]:
+                shape, dtype = min(have[name])
+                raise PolicyError(
+                    f"the plan keeps {name}, {planned[1]}{list(planned[0])}, and here "
+                    f"that is {dtype}{list(shape)}: it was made for another function "
+                    "or other sizes; plan again"
+                )
+
+
+_KINDS = {
+    "layer_plan": str,
+    "num_layers": int,
+    "budget_bytes": int,
+    "target": str,
+    "mesh": str,
+    "model": str,
+    "predicted": dict,
+    "compiled": dict,
+    "recompute_fraction": (int, float),
+    "lower_bound": dict,
+    "solver": dict,
+    "compiles": int,
+    "values": list,
+    "starts": list,
+    "fingerprint": str,
+}

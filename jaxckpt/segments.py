@@ -1,0 +1,364 @@
+"""Cut any function into a chain of stages, and checkpoint those under a layer plan.
+
+`jax.checkpoint` around a whole function saves nothing: its backward pass begins by
+making everything again. So the function's program is cut, where few bytes cross, into
+stages that a layer plan speaks of as if they were layers. A `lax.scan` is a stage of
+its own, and its policy is that of the scan's body. Nothing of the function's Python
+runs again, and no annotation is needed.
+"""
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core as jex_core
+
+from jaxckpt import compat
+from jaxckpt.layers import LayerPlan, Run
+from jaxckpt.naming import aval_bytes, subjaxprs
+from jaxckpt.policies import NONE, Policy, PolicyError
+from jaxckpt.remat import checkpoint, split_static
+
+_CALLS = ("jit", "pjit", "closed_call")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some equations of a program, one after the other, as a function.
+
+    Attributes:
+      equations: those equations.
+      reads: the variables that they read and do not make, inputs of the program too.
+      makes: the variables that are read after them.
+      crossing: bytes that are alive behind them, without the program's inputs.
+    """
+
+    equations: tuple[Any, ...]
+    reads: tuple[Any, ...]
+    makes: tuple[Any, ...]
+    crossing: int
+
+    @property
+    def loop(self) -> Any:
+        """The stage's equation where it is one scan and nothing else, or None."""
+        only = self.equations[0] if len(self.equations) == 1 else None
+        return only if only is not None and only.primitive.name == "scan" else None
+
+    def closed(self) -> jex_core.ClosedJaxpr:
+        """Its program: ``reads`` in, ``makes`` out."""
+        return _program(self.equations, self.reads, self.makes)
+
+
+def planned(fn: Callable[..., Any], plan: Any) -> Callable[..., Any]:
+    """A function under a plan that `jaxckpt.plan` made for it.
+
+    Raises:
+      PolicyError: when called, if it is another function, or of other sizes.
+    """
+
+    @functools.wraps(fn)
+    def wrapped(*args, **kwargs):
+        arrays, rebuild = split_static((args, kwargs))
+        rebuild_outputs = None
+
+        def of_arrays(*arrays):
+            nonlocal rebuild_outputs
+            call_args, call_kwargs = rebuild(list(arrays))
+            outputs, rebuild_outputs = split_static(fn(*call_args, **call_kwargs))
+            return outputs
+
+        closed = flat_program(of_arrays, *arrays)
+        if fingerprint(closed) != plan.fingerprint:
+            raise PolicyError(
+                f"the plan was made for {plan.model}, and this is another function or "
+                "has other sizes; plan again"
+            )
+        outputs = run_stages(closed, plan.starts, plan.layers)(*arrays)
+        assert rebuild_outputs is not None  # set while tracing
+        return rebuild_outputs(outputs)
+
+    return wrapped
+
+
+def flat_program(fn: Callable[..., Any], *arrays: Any) -> jex_core.ClosedJaxpr:
+    """Traces a function of arrays to one list of equations, jitted calls inlined."""
+    closed = jax.make_jaxpr(fn)(*arrays)
+    return inline_calls(closed)
+
+
+def inline_calls(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
+    """The same program without calls of jitted functions: every value in one list."""
+
+    def run(jaxpr, constants, arguments):
+        known = dict(zip(jaxpr.constvars, constants, strict=True))
+        known.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(operand):
+            if isinstance(operand, jex_core.Literal):
+                return operand.val
+            return known[operand]
+
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in _CALLS:
+                (body,) = subjaxprs(equation)
+                param = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+                inputs = [read(operand) for operand in equation.invars]
+                outputs = run(body, getattr(param, "consts", ()), inputs)
+            else:
+                operands = tuple(dict.fromkeys(variables(equation.invars)))
+                single = _program([equation], operands, equation.outvars)
+                outputs = jex_core.jaxpr_as_fun(single)(*map(read, operands))
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return [read(operand) for operand in jaxpr.outvars]
+
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(
+        *closed.in_avals
+    )
+
+
+def cut(closed: jex_core.ClosedJaxpr, most: int = 24) -> tuple[int, ...]:
+    """Chooses where stages begin: around scans, and where few bytes cross.
+
+    Of all cuts into at most ``most`` stages, those with the least sum of what crosses
+    them and of the largest stage: what one level of checkpoints would need.
+
+    Args:
+      closed: a program from `flat_program`.
+      most: stages to make at most, loops and what is between them not counted.
+
+    Returns:
+      The index of each stage's first equation; the first is 0.
+
+    Source: Chen et al. 2016, arXiv 1604.06174, algorithm 3, made exact.
+    """
+    equations = closed.jaxpr.eqns
+    crossing = _crossing(closed)
+    made = [
+        sum(aval_bytes(result.aval) for result in variables(equation.outvars))
+        for equation in equations
+    ]
+    loops = [i for i, one in enumerate(equations) if one.primitive.name == "scan"]
+    for index in loops:
+        made[index] = 0
+    total = sum(made)
+    fixed = sorted({0, *loops, *(i + 1 for i in loops)} - {len(equations)})
+    best, least = fixed, math.inf
+    for pieces in range(1, most + 1):
+        limit = 1.05 * total / pieces
+        starts = _cut_within(made, crossing, fixed, limit)
+        need = limit + sum(crossing[start - 1] for start in starts if start)
+        if len(starts) <= most + len(fixed) and need < least:
+            best, least = starts, need
+    return tuple(best or [0])
+
+
+def _cut_within(
+    made: Sequence[int], crossing: Sequence[int], fixed: Sequence[int], limit: float
+) -> list[int]:
+    """The starts with the least bytes crossing, no stage making more than a limit
+    unless it is one equation."""
+    count = len(made)
+    before = [0, *itertools.accumulate(made)]
+    cost = [0.0] + [math.inf] * count  # of cutting behind equation i - 1
+    origin = [0] * (count + 1)
+    for end in range(1, count + 1):
+        here = crossing[end - 1] if end < count else 0
+        for start in range(end - 1, -1, -1):
+            if start < end - 1 and before[end] - before[start] > limit:
+                break
+            if cost[start] + here < cost[end]:
+                cost[end], origin[end] = cost[start] + here, start
+            if start in fixed:
+                break
+    starts, end = [], count
+    while end:
+        end = origin[end]
+        starts.append(end)
+    return starts[::-1]
+
+
+def stages(closed: jex_core.ClosedJaxpr, starts: Sequence[int]) -> list[Stage]:
+    """The stages of a program that is cut at these equations."""
+    ends = [*starts[1:], len(closed.jaxpr.eqns)]
+    return [_stage(closed, start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def run_stages(
+    closed: jex_core.ClosedJaxpr, starts: Sequence[int], plan: LayerPlan
+) -> Callable[..., list[Any]]:
+    """The program as a function, its stages checkpointed as the plan says."""
+    jaxpr = closed.jaxpr
+    bounds = [*starts, len(jaxpr.eqns)]
+
+    def run(runs: Sequence[Run], at: int, known: dict[Any, Any]) -> int:
+        for one in runs:
+            for _ in range(one.count):
+                after = at + one.layers_per_iteration
+                stage = _stage(closed, bounds[at], bounds[after])
+                if one.group:
+                    inner = _group(stage, one, at)
+                    function = checkpoint(inner, one.policy, in_loop=False)
+                else:
+                    function = checkpointed_stage(stage, one.policy)
+                results = function(*(known[read] for read in stage.reads))
+                known.update(zip(stage.makes, results, strict=True))
+                at = after
+        return at
+
+    def _group(stage: Stage, one: Run, at: int):
+        def group(*values):
+            known = dict(zip(stage.reads, values, strict=True))
+            run(one.group, at, known)
+            return [known[made] for made in stage.makes]
+
+        return group
+
+    def whole(*arguments):
+        known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        known.update(zip(jaxpr.invars, arguments, strict=True))
+        run(plan.runs, 0, known)
+        return [
+            result.val if isinstance(result, jex_core.Literal) else known[result]
+            for result in jaxpr.outvars
+        ]
+
+    return whole
+
+
+def checkpointed_stage(stage: Stage, policy: Policy) -> Callable[..., list[Any]]:
+    """A stage under a policy; that of a scan is its body's."""
+    if stage.loop is None or policy == NONE:
+        return checkpoint(jex_core.jaxpr_as_fun(stage.closed()), policy, in_loop=False)
+    equation = stage.loop
+    params = equation.params
+    constants, carried = compat.scan_counts(equation)
+    in_loop = params["length"] > 1
+    body = checkpoint(loop_body(equation), policy, in_loop=in_loop)
+
+    def run(*values):
+        known = dict(zip(stage.reads, values, strict=True))
+        operands = [
+            one.val if isinstance(one, jex_core.Literal) else known[one]
+            for one in equation.invars
+        ]
+        fixed, start = operands[:constants], operands[constants : constants + carried]
+
+        def step(carry, xs):
+            results = body(*fixed, *carry, *xs)
+            return list(results[:carried]), list(results[carried:])
+
+        carry, ys = lax.scan(
+            step,
+            start,
+            operands[constants + carried :],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        results = dict(zip(equation.outvars, [*carry, *ys], strict=True))
+        return [results[made] for made in stage.makes]
+
+    return run
+
+
+def loop_body(equation: Any) -> Callable[..., list[Any]]:
+    """One iteration of a scan: constants, carry and xs in, carry and ys out."""
+    body = equation.params["jaxpr"]
+    if not isinstance(body, jex_core.ClosedJaxpr):
+        body = jex_core.ClosedJaxpr(body, ())
+    return jex_core.jaxpr_as_fun(body)
+
+
+def fingerprint(closed: jex_core.ClosedJaxpr) -> str:
+    """Tells programs apart: by their equations, shapes and dtypes, not their values."""
+    numbers: dict[Any, int] = {}
+
+    def name(operand: Any) -> str:
+        if isinstance(operand, jex_core.Literal):
+            return f"literal {operand.val}"
+        return f"{numbers.setdefault(operand, len(numbers))}"
+
+    content = hashlib.sha256()
+    for inputs in (closed.jaxpr.constvars, closed.jaxpr.invars):
+        for variable in inputs:
+            content.update(f"{name(variable)}:{variable.aval};".encode())
+    for equation in closed.jaxpr.eqns:
+        operands = ",".join(map(name, equation.invars))
+        results = ",".join(f"{name(one)}:{one.aval}" for one in equation.outvars)
+        content.update(f"{results}={equation.primitive}({operands});".encode())
+    content.update(",".join(map(name, closed.jaxpr.outvars)).encode())
+    return content.hexdigest()[:16]
+
+
+def variables(operands: Sequence[Any]) -> list[Any]:
+    """The operands that are neither literals nor dropped."""
+    no_value = jex_core.Literal | jex_core.DropVar
+    return [operand for operand in operands if not isinstance(operand, no_value)]
+
+
+def _stage(closed: jex_core.ClosedJaxpr, start: int, end: int) -> Stage:
+    jaxpr = closed.jaxpr
+    equations = tuple(jaxpr.eqns[start:end])
+    made = dict.fromkeys(_made(equations))
+    reads = dict.fromkeys(
+        operand
+        for equation in equations
+        for operand in variables(equation.invars)
+        if operand not in made
+    )
+    later = set(variables(jaxpr.outvars))
+    for equation in jaxpr.eqns[end:]:
+        later.update(variables(equation.invars))
+    before = _made(jaxpr.eqns[:start])
+    alive = [one for one in (*before, *made) if one in later]
+    return Stage(
+        equations=equations,
+        reads=tuple(reads),
+        makes=tuple(one for one in made if one in later),
+        crossing=sum(aval_bytes(one.aval) for one in alive),
+    )
+
+
+def _made(equations: Sequence[Any]) -> Iterator[Any]:
+    return (one for equation in equations for one in variables(equation.outvars))
+
+
+def _crossing(closed: jex_core.ClosedJaxpr) -> list[int]:
+    """Bytes alive behind every equation, the program's inputs not counted."""
+    last: dict[Any, int] = {}
+    jaxpr = closed.jaxpr
+    for index, equation in enumerate(jaxpr.eqns):
+        for operand in variables(equation.invars):
+            last[operand] = index
+    for result in variables(jaxpr.outvars):
+        last[result] = len(jaxpr.eqns)
+    alive, found = 0, []
+    ending: dict[int, int] = {}
+    for index, equation in enumerate(jaxpr.eqns):
+        for result in variables(equation.outvars):
+            if last.get(result, index) > index:
+                alive += aval_bytes(result.aval)
+                end = last[result]
+                ending[end] = ending.get(end, 0) + aval_bytes(result.aval)
+        alive -= ending.pop(index, 0)
+        found.append(alive)
+    return found
+
+
+def _program(equations, reads, makes) -> jex_core.ClosedJaxpr:
+    """A closed jaxpr of some equations."""
+    template = _empty()
+    jaxpr = template.replace(
+        invars=list(reads), outvars=list(makes), eqns=list(equations)
+    )
+    return jex_core.ClosedJaxpr(jaxpr, ())
+
+
+def _empty() -> jex_core.Jaxpr:
+    return jax.make_jaxpr(lambda: ())().jaxpr

@@ -1,0 +1,178 @@
+"""A plan for people: the layer plan, what it costs beside others, and a picture."""
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxckpt.planner.frontier import hull
+from jaxckpt.training.planning import PlannedRun
+from jaxckpt.units import format_bytes, format_milliseconds
+
+_TIGHT: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
+
+
+def print_plan(planned: PlannedRun, console: Console) -> None:
+    """Prints a plan, predicted and compiled, and what it is compared with."""
+    plan, found = planned.plan, planned.found
+    row, budget = plan.compiled, plan.budget_bytes
+    head = f"\n{plan.model} on {plan.target}, mesh {plan.mesh}, batch {plan.batch_size}"
+    console.print(f"{head}, sequence {plan.sequence_length}", style="bold")
+    console.print(f"plan  {plan.layer_plan}", style="bold green", soft_wrap=True)
+    console.print(_numbers(planned))
+    console.print(_values(planned))
+    console.print(_comparison(planned))
+    used = row["device_total_bytes"] / budget
+    console.print(
+        f"{used:.1%} of the budget of {format_bytes(budget)} is used (compiled). "
+        f"{plan.compiles} candidates compiled; solver gap {plan.solver['gap']:.1g}, "
+        f"{plan.solver['seconds']:.1f} s."
+    )
+    cost, bound = found.best.proposal.cost, found.lower_bound
+    if cost <= planned.problem.stack.cheapest * (1 + 1e-9):
+        console.print("Nothing is left to gain by more memory.", style="bold")
+    elif bound:
+        console.print(
+            f"At most {cost / bound - 1:.1%} above the lower bound of any plan "
+            "within this budget (estimated)."
+        )
+
+
+def _numbers(planned: PlannedRun) -> Table:
+    plan, row = planned.plan, planned.plan.compiled
+    best = planned.found.best
+    table = Table(title_justify="left", box=box.SIMPLE_HEAD, **_TIGHT)
+    table.add_column("per device")
+    table.add_column("predicted", justify="right")
+    table.add_column("compiled", justify="right")
+    table.add_row(
+        "total",
+        format_bytes(best.predicted_bytes),
+        format_bytes(row["device_total_bytes"]),
+    )
+    table.add_row("temporary", "", format_bytes(row["temp_bytes"]))
+    table.add_row(
+        "host",
+        format_bytes(plan.predicted.get("offloaded_bytes", 0)),
+        format_bytes(row["host_temp_bytes"]),
+    )
+    share = plan.predicted["recompute_flops"] / planned.problem.num_devices
+    useful = sum(row["flops"].values()) - row["flops"]["recompute"]
+    table.add_row(
+        "recomputed FLOPs",
+        f"{share / useful:.2%} of the step" if useful else "?",
+        f"{row['recompute_fraction']:.2%} of the step",
+    )
+    exposed = plan.predicted.get("exposed_transfer_seconds", 0.0)
+    if plan.predicted.get("offloaded_bytes"):
+        table.add_row(
+            "transfer that does not hide (estimated)", format_milliseconds(exposed), ""
+        )
+    return table
+
+
+def _values(planned: PlannedRun) -> Table:
+    """What each kind of layer keeps, and where in the source it is made."""
+    table = Table(
+        title="kept per layer", title_justify="left", box=box.SIMPLE_HEAD, **_TIGHT
+    )
+    for column in ("layers", "value", "in", "bytes", "made at"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    known = {value["name"]: value for value in planned.plan.values}
+    for policy, layers, _ in planned.plan.layers.leaves():
+        label = str(layers)
+        if not policy.names:
+            table.add_row(label, str(policy), "", "", "")
+        places = {"device": policy.save, "host": policy.offload}
+        for place, names in places.items():
+            for name in sorted(names, key=lambda one: -known[one]["nbytes"]):
+                value = known[name]
+                size = format_bytes(value["nbytes"])
+                table.add_row(label, name, place, size, value["source"])
+                label = ""
+    return table
+
+
+def _comparison(planned: PlannedRun) -> Table:
+    table = Table(
+        title="beside others: bytes compiled, recomputation counted, step estimated",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        **_TIGHT,
+    )
+    table.add_column("", overflow="fold", min_width=10)
+    for column in ("total", "recompute", "step", "within budget"):
+        table.add_column(column, justify="right", no_wrap=True)
+    rows = [("this plan", planned.plan.compiled)]
+    rows += [(row["policy"], row) for row in planned.rows]
+    for label, row in rows:
+        over = row["device_total_bytes"] - planned.plan.budget_bytes
+        seconds = row["estimated_step_seconds"]
+        table.add_row(
+            label,
+            format_bytes(row["device_total_bytes"]),
+            f"{row['recompute_fraction']:.2%}",
+            format_milliseconds(seconds) if seconds else "?",
+            "yes" if over <= 0 else f"+{format_bytes(over)}",
+        )
+    return table
+
+
+def draw_frontier(planned: PlannedRun, path: Path) -> None:
+    """Draws recomputation cost against memory: the model's frontier, what was compiled
+    on the way, the named policies, and the budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    stack, found = planned.problem.stack, planned.found
+    shift = found.best.compiled_bytes - found.best.proposal.memory
+    layers = stack.num_layers
+    points = hull(
+        [
+            (
+                layers * (stack.input_bytes + one.saved_bytes) + one.working_bytes,
+                layers * one.cost,
+            )
+            for one in stack.choices
+        ]
+    )
+    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
+    axes.plot(
+        [(x + shift) / 2**30 for x, _ in points],
+        [1e3 * y for _, y in points],
+        color="#0072B2",
+        label="frontier: least recomputation by the model (estimated)",
+    )
+    tried = [one for one in found.tried if one is not found.best]
+    axes.plot(
+        [one.compiled_bytes / 2**30 for one in tried],
+        [1e3 * one.proposal.cost for one in tried],
+        "o",
+        color="#56B4E9",
+        label="candidates, compiled",
+    )
+    axes.plot(
+        found.best.compiled_bytes / 2**30,
+        1e3 * found.best.proposal.cost,
+        "*",
+        markersize=16,
+        color="#009E73",
+        label="this plan, compiled",
+    )
+    axes.axvline(
+        planned.plan.budget_bytes / 2**30,
+        color="#D55E00",
+        linestyle="--",
+        label=f"budget {format_bytes(planned.plan.budget_bytes)}",
+    )
+    axes.set_xlabel("device memory, GiB")
+    axes.set_ylabel("recomputation and keeping, ms per step (estimated)")
+    axes.set_title(f"{planned.plan.model} on {planned.plan.target}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

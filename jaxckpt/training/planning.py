@@ -1,0 +1,287 @@
+"""Plan a run: its step as the planner's problem, compiled candidates, and the answer.
+
+Tracing a step for absent GPUs needs JAX on the CPU, as compiling does (see
+`jaxckpt.training.job`), so the problem comes as JSON from a process of its own.
+"""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxckpt.compiler.targets import KINDS, parse_target
+from jaxckpt.planner.layer_stack import LayerStack
+from jaxckpt.planner.plan import Plan
+from jaxckpt.planner.search import Found, PlanError, check_static, search
+from jaxckpt.planner.solve import Link, Operation, evaluate
+from jaxckpt.policies import parse_policy
+from jaxckpt.training.config import TrainConfig, resolve_mesh
+from jaxckpt.training.job import Job, _environment as environment, run_job
+from jaxckpt.training.reporting import default_policies
+from jaxckpt.units import parse_bytes
+
+NOMINAL = "h100"  # whose rates stand in for a device that we do not know
+_RESULT = "jaxckpt-problem: "
+
+
+def safe_share(config):
+    return 0.85 if config.architecture.num_params < 7e9 else 0.8
+
+
+class BudgetError(ValueError):
+    """A budget that cannot be read here. One line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A run's step, ready to be planned.
+
+    Attributes:
+      stack: the planner's model of it.
+      values: what a policy can keep: dicts of ``name, shape, dtype, nbytes, source``.
+      num_devices: of the target.
+      memory_limit: bytes of one device, None when it does not say.
+    """
+
+    stack: LayerStack
+    values: list[dict[str, Any]]
+    num_devices: int
+    memory_limit: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """A plan, and what it is compared with.
+
+    Attributes:
+      plan: the answer.
+      found: how it was found.
+      problem: what was planned.
+      rows: compiled rows of ``none``, full remat and the best named policy that fits,
+        where they compile.
+    """
+
+    plan: Plan
+    found: Found
+    problem: Problem
+    rows: list[dict[str, Any]]
+
+
+def plan_run(
+    config: TrainConfig,
+    target: str,
+    budget: str,
+    *,
+    offload: bool = False,
+    host_budget: str = "",
+    cache: Path,
+    compare: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> PlannedRun:
+    """Finds the cheapest layer plan of a run within a budget.
+
+    Args:
+      config: the run; its policy does not matter.
+      target: as `jaxckpt.compiler.targets.parse_target` reads it.
+      budget: ``60GiB``, ``80%``, or nothing for the standing rule: no remat while that
+        fits in 80 % of the device (85 % below 7 B parameters), else a plan for that.
+      offload: whether values may move to host memory.
+      host_budget: bytes of host memory per device, as text.
+      cache: folder of finished compiles.
+      compare: whether to compile what the plan is compared with.
+      progress: told what is being done.
+
+    Raises:
+      Infeasible: nothing fits.
+      BudgetError: a share of a device whose memory is not known.
+      PlanError: the step does not compile.
+    """
+    progress("tracing the step")
+    problem = find_problem(Job(config, target))
+    limit = problem.memory_limit
+    budget = budget or f"{100 * safe_share(config):.0f}%"
+    if budget.strip().endswith("%") and not limit:
+        raise BudgetError(
+            f"{budget} of what? The memory of {target} is not known; give bytes, as in "
+            "--memory-budget=14GiB"
+        )
+    bytes_allowed = parse_bytes(budget, whole=limit)
+    check_static(problem.stack.static, bytes_allowed)
+    if offload:
+        stack = dataclasses.replace(
+            problem.stack,
+            link=Link(_kind(target).host_bandwidth, problem.stack.forward_seconds),
+            host_budget=parse_bytes(host_budget) if host_budget else math.inf,
+        )
+        problem = dataclasses.replace(problem, stack=stack)
+
+    def compile(text: str) -> dict[str, Any]:
+        return run_job(Job(dataclasses.replace(config, policy=text), target), cache)
+
+    found = search(problem.stack, bytes_allowed, compile, progress=progress)
+    plan = _plan(config, target, problem, bytes_allowed, found)
+    rows = []
+    if compare:
+        policies = ["none", "nothing_saveable", *best_named(problem, config, found)]
+        for policy in dict.fromkeys(policies):
+            progress(f"compiling {policy}, to compare with")
+            rows.append(compile(policy))
+        rows = [row for row in rows if "error" not in row]
+    return PlannedRun(plan, found, problem, rows)
+
+
+def best_named(problem: Problem, config: TrainConfig, found: Found) -> list[str]:
+    """The named policies of the default ladder, the most promising one by the model.
+
+    Returns:
+      At most one: the cheapest among those that the model says fit what the plan fits.
+    """
+    stack, best = problem.stack, found.best.proposal
+    allowed = max(best.memory, min(one.proposal.memory for one in found.tried))
+    promising: list[tuple[float, str]] = []
+    for text in default_policies(config):
+        policy = parse_policy(text)
+        if policy.rule != "names" or policy.offload:
+            continue
+        choice = evaluate(stack.operations, policy.save)
+        memory = stack.num_layers * stack.input_bytes + choice.memory(stack.num_layers)
+        if memory <= allowed:
+            promising.append((choice.cost, text))
+    return [min(promising)[1]] if promising else []
+
+
+def make_problem(job: Job) -> dict[str, Any]:
+    """Traces a run's step for a target, in this process; JSON data of a `Problem`."""
+    import jax
+
+    from jaxckpt.layers import layer_plan
+    from jaxckpt.planner.graph import block_graph
+    from jaxckpt.training.inspect import one_layer
+    from jaxckpt.training.prepare import prepare
+    from jaxckpt.training.step import make_program
+
+    target = parse_target(job.target)
+    prepared = prepare(job.config, target)
+    config, placement = prepared.config, prepared.placement
+    num_layers = config.architecture.num_layers
+    program = make_program(config, placement, layer_plan("none", num_layers))
+    state = {name: _local_bytes(part) for name, part in program.state.items()}
+    layer = one_layer(config, placement)
+    graph = block_graph(
+        layer.apply,
+        *layer.arguments,
+        kind=_kind(job.target),
+        shardings=layer.shardings,
+        gpus_per_host=target.gpus,
+    )
+    x = layer.arguments[1]
+    shape = layer.shardings[1].shard_shape(x.shape) if layer.shardings else x.shape
+    devices = placement.mesh.devices
+    memory = (devices.flat[0].memory_stats() or {}) if not target.is_absent else {}
+    stack = {
+        "operations": [dataclasses.asdict(one) for one in graph.operations],
+        "num_layers": num_layers,
+        "static": {
+            "weights": state["params"],
+            "optimizer state": state["opt_state"],
+            "batch": sum(map(_local_bytes, jax.tree.leaves(program.batch))),
+        },
+        "gradient_bytes": state["params"],
+        "input_bytes": math.prod(shape) * x.dtype.itemsize,
+        "forward_seconds": graph.forward_seconds,
+        "forward_flops": graph.forward_flops,
+    }
+    return {
+        "stack": stack,
+        "values": [dataclasses.asdict(value) for value in graph.values.values()],
+        "num_devices": devices.size,
+        "memory_limit": target.memory_limit or memory.get("bytes_limit"),
+    }
+
+
+def find_problem(job: Job) -> Problem:
+    """`make_problem` in a new process.
+
+    Raises:
+      PlanError: the step does not trace, with the reason.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxckpt.training.planning"],
+        input=job.as_json(),
+        capture_output=True,
+        text=True,
+        env=environment(job.target, '/tmp/s/dd'),
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
+    if not found:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise PlanError(f"the step cannot be traced: {reason}")
+    data = json.loads(found[0].removeprefix(_RESULT))
+    fields = data.pop("stack")
+    fields["operations"] = [
+        Operation(**one | {"reads": tuple(one["reads"])})
+        for one in fields["operations"]
+    ]
+    return Problem(stack=LayerStack(**fields), **data)
+
+
+def _plan(
+    config: TrainConfig, target: str, problem: Problem, budget: int, found: Found
+) -> Plan:
+    best = found.best
+    layers = dataclasses.replace(config, policy=best.proposal.layer_plan).plan
+    kept = {name for policy in layers.policies() for name in policy.names}
+    sizes = resolve_mesh(config.mesh, problem.num_devices)
+    return Plan(
+        layer_plan=best.proposal.layer_plan,
+        num_layers=problem.stack.num_layers,
+        budget_bytes=budget,
+        target=target,
+        mesh=",".join(f"{axis}:{size}" for axis, size in sizes.items()),
+        model=config.model,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        predicted={
+            "device_total_bytes": best.predicted_bytes,
+            "recompute_flops": best.proposal.flops,
+            "recompute_seconds": best.proposal.cost,
+            "exposed_transfer_seconds": best.proposal.exposed_seconds,
+            "offloaded_bytes": best.proposal.offloaded_bytes,
+        },
+        compiled=best.row,
+        recompute_fraction=best.row["recompute_fraction"],
+        lower_bound={"recompute_seconds": found.lower_bound},
+        solver={"status": "optimal", "gap": found.gap, "seconds": found.seconds},
+        compiles=len(found.tried),
+        values=tuple(one for one in problem.values if one["name"] in kept),
+    )
+
+
+def _kind(target: str) -> Any:
+    return parse_target(target).kind or KINDS[NOMINAL]
+
+
+def _local_bytes(tree: Any) -> int:
+    """Bytes of a pytree of `jax.ShapeDtypeStruct` on one device."""
+    import jax
+
+    from jaxckpt.naming import aval_bytes
+
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        size = math.prod(leaf.shape)
+        local = math.prod(leaf.sharding.shard_shape(leaf.shape))
+        total += aval_bytes(leaf) * local // size if size else 0
+    return total
+
+
+def _main() -> None:
+    print(_RESULT + json.dumps(make_problem(Job.from_json(sys.stdin.read()))))
+
+
+if __name__ == "__main__":
+    _main()
