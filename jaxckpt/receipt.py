@@ -104,6 +104,7 @@ def step_row(step: CompiledStep, baseline: MemoryBytes, limit: int | None) -> di
             "backward": flops.backward,
             "other": flops.other,
         },
+        "flops_scope": "all devices",
         "recompute_fraction": flops.recompute_fraction,
         "attention_forward_runs": (
             flops.attention_forward_runs / step.plan.num_layers or None
@@ -220,7 +221,7 @@ def print_receipt(receipt: dict[str, Any], console: Console) -> None:
     for key, title in zip(MEMORY_FIELDS, _MEMORY_TITLES, strict=True):
         memory.add_row(title, format_bytes(step[key]), format_bytes(base[key]))
 
-    flops = Table(title="matmul FLOPs of a step, counted", title_justify="left")
+    flops = Table(title="matmul FLOPs, all devices, counted", title_justify="left")
     flops.add_column("phase")
     flops.add_column("with this policy", justify="right")
     flops.add_column("without remat", justify="right")

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
+from jaxckpt.planner.plan import Plan
 from jaxckpt.training.config import TrainConfig
 
 _OF_MODEL = (
@@ -31,7 +32,8 @@ class ReportConfig:
     """attached, cpu, or devices that need not be there. GPUs: h100:8, a100-80:4x8,
     t4:1, my.textproto:8; TPUs: v5e:2x4, v5p:2x2x1."""
     policies: tuple[str, ...] = ()
-    """Policies to compare, separated by spaces. Default: from none to full."""
+    """Policies to compare, separated by spaces; a plan's file (.json) is one, too.
+    Default: from none to full."""
     mesh: str = ""
     """Devices per axis, such as fsdp:8. Default: all on fsdp."""
     sequence_parallel: bool = False
@@ -88,6 +90,8 @@ class ReportConfig:
 
     def train_config(self, policy: str) -> TrainConfig:
         """The training run whose step a row compiles."""
+        if policy.endswith(".json"):
+            policy = Plan.load(policy).layer_plan
         shared = [field.name for field in dataclasses.fields(TrainConfig)]
         return TrainConfig(
             policy=policy,

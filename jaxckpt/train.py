@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxckpt import command_line
 from jaxckpt.models.presets import ConfigError, model_config
-from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.config import AUTO, TrainConfig
 
 PROG = "python -m jaxckpt.train"
 
@@ -25,7 +25,25 @@ def main() -> None:
         config = dataclasses.replace(config, workdir=folder)
     _check_workdir(config)
     command_line.choose_platform()
-    _train(config)
+    _train(_planned(config))
+
+
+def _planned(config: TrainConfig) -> TrainConfig:
+    """The run with the policy of its plan; ``auto`` is planned now."""
+    from jaxckpt.planner.solve import Infeasible
+    from jaxckpt.training.planning import resolve_policy
+
+    if not config.plan and config.policy != AUTO:
+        return config
+    console = command_line.make_console(markup=False, emoji=False, highlight=False)
+    try:
+        with console.status("planning") as status:
+            cache = Path(config.workdir) / "plan-cache"
+            config = resolve_policy(config, "attached", cache, status.update)
+    except Infeasible as error:
+        command_line.fail(PROG, str(error), code=3)
+    console.print(f"plan: {config.policy}", soft_wrap=True)
+    return config
 
 
 def _train(config: TrainConfig) -> None:

@@ -11,7 +11,7 @@ No JAX here.
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxckpt.layers import LayerPlan, Run
 from jaxckpt.planner.frontier import Mix, frontier, mix, stack_bound
@@ -46,7 +46,10 @@ class LayerStack:
         state, batch.
       gradient_bytes: gradients of all weights. XLA allocates those of a scan before
         its backward loop, so they are all there at the peak.
-      input_bytes: one layer's input, which every checkpointed layer keeps.
+      input_bytes: one layer's input. A checkpointed layer keeps it if its backward
+        pass, or what is run again, reads it.
+      input_name: the name it has in the layer, under which it may be offloaded; ""
+        where it has none, and always stays.
       forward_seconds, forward_flops: of one layer's forward pass; estimated, counted.
       link: the way to host memory; None forbids offloading.
       host_budget: bytes of host memory.
@@ -59,6 +62,7 @@ class LayerStack:
     input_bytes: int
     forward_seconds: float
     forward_flops: int = 0
+    input_name: str = ""
     link: Link | None = None
     host_budget: float = math.inf
 
@@ -69,12 +73,28 @@ class LayerStack:
     @functools.cached_property
     def choices(self) -> list[Choice]:
         """The frontier of one layer."""
-        return frontier(
-            self.operations,
+        found = frontier(
+            self._operations,
             copies=self.num_layers,
             link=self.link,
             host_budget=self.host_budget,
         )
+        return [choice for choice in found if choice.cost < self._impossible]
+
+    @functools.cached_property
+    def _operations(self) -> Sequence[Operation]:
+        """The layer's graph, where its named input is a value like any other, but for
+        that it cannot be run again."""
+        return [
+            replace(one, cost=self._impossible, nbytes=self.input_bytes, keep_cost=0.0)
+            if self.input_name and one.name == self.input_name
+            else one
+            for one in self.operations
+        ]
+
+    @property
+    def _impossible(self) -> float:
+        return 1e3 * self.forward_seconds
 
     @property
     def cheapest(self) -> float:
@@ -97,16 +117,15 @@ class LayerStack:
         return self._mixed(mixed)
 
     def least(self) -> Proposal:
-        least = min(self.choices, key=lambda one: (one.saved_bytes, one.cost))
-        layers = self.num_layers
-        memory = least.memory(layers)
-        return self._mixed(Mix(least, least, (layers, 0), layers * least.cost, memory))
+        return self.uniform(
+            min(self.choices, key=lambda one: (one.saved_bytes, one.cost))
+        )
 
     def lower_bound(self, allowance: float) -> float:
         room = allowance - self._inputs
         try:
             return stack_bound(
-                self.operations,
+                self._operations,
                 self.num_layers,
                 room,
                 link=self.link,
@@ -117,10 +136,24 @@ class LayerStack:
 
     @property
     def _inputs(self) -> int:
-        return self.num_layers * self.input_bytes
+        """Bytes of inputs that are not among what the choices keep."""
+        return 0 if self.input_name else self.num_layers * self.input_bytes
+
+    def _beside(self, choice: Choice) -> int:
+        """Bytes of the input, where it is not among what a choice saves."""
+        return 0 if self.input_name in choice.save else self.input_bytes
+
+    def uniform(self, choice: Choice) -> Proposal:
+        """Every layer under one choice."""
+        layers = self.num_layers
+        cost, memory = layers * choice.cost, float(choice.memory(layers))
+        return self._mixed(Mix(choice, choice, (layers, 0), cost, memory))
 
     def _mixed(self, mixed: Mix) -> Proposal:
-        runs = [Run(count, policy_of(choice)) for choice, count in mixed.parts]
+        runs = [
+            Run(count, policy_of(choice, self.input_name))
+            for choice, count in mixed.parts
+        ]
         return Proposal(
             layer_plan=str(LayerPlan(tuple(runs))),
             memory=self._inputs + mixed.memory,
@@ -142,7 +175,7 @@ class LayerStack:
             raise Infeasible("no choice without offloading to make groups of")
         options = tuple(
             Option(
-                kept=choice.saved_bytes + self.input_bytes,
+                kept=choice.saved_bytes + self._beside(choice),
                 forward=self.forward_seconds,
                 backward=2 * self.forward_seconds + choice.cost,
                 backward_temporary=choice.working_bytes + self.input_bytes,
@@ -157,7 +190,8 @@ class LayerStack:
             raise Infeasible(str(error)) from error
         plan = LayerPlan(
             runs_of(
-                schedule.items, [[policy_of(one) for one in usable]] * self.num_layers
+                schedule.items,
+                [[policy_of(one, self.input_name) for one in usable]] * self.num_layers,
             )
         )
         simulated = simulate(schedule, chain)
@@ -173,11 +207,12 @@ class LayerStack:
         )
 
 
-def policy_of(choice: Choice) -> Policy:
-    """A choice in the policy language."""
-    if not choice.save and not choice.offload:
+def policy_of(choice: Choice, input_name: str = "") -> Policy:
+    """A choice in the policy language; a layer's input stays without being named."""
+    save = tuple(name for name in choice.save if name != input_name)
+    if not save and not choice.offload:
         return FULL
-    return Policy(save=choice.save, offload=choice.offload)
+    return Policy(save=save, offload=choice.offload)
 
 
 def runs_of(

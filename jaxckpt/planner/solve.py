@@ -68,10 +68,12 @@ class Link:
       bandwidth: bytes per second, each way.
       window: seconds of the forward pass (and at least as many of the backward pass)
         that one copy's transfers hide under.
+      free: choose as if all transfers hid; what does not is still told.
     """
 
     bandwidth: float
     window: float
+    free: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def evaluate(
         offload=tuple(sorted({one.name for one in on_host})),
         cost=math.fsum(one.cost for one in again)
         + math.fsum(one.keep_cost for one in (*on_device, *on_host))
-        + exposed,
+        + (0.0 if link is not None and link.free else exposed),
         flops=sum(one.flops for one in again),
         saved_bytes=sum(one.nbytes for one in on_device),
         offloaded_bytes=offloaded,
@@ -273,7 +275,7 @@ class Program:
             on_host = np.flatnonzero(transfer).tolist()
             rows.append({column: transfer[column] for column in on_host} | {late: -1.0})
             limits.append(2 * link.window / self.scale)
-            self.costs[late], self.highest[late] = 1, transfer.sum()
+            self.costs[late], self.highest[late] = not link.free, transfer.sum()
         # Names count; then those offloaded, then bytes, together less than one name.
         step = _TIE / (2 * len(self.keep) + 1)
         self.ties = self.device * (step / (self.device.sum() + 1))

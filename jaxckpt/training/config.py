@@ -14,8 +14,10 @@ from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.models.dialects import translate
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.policies import is_automatic, nearest, unknown_names
+from jaxckpt.units import parse_bytes
 
 MESH_AXES = ("data", "fsdp", "tensor")
+AUTO = "auto"  # the policy that the planner finds
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,15 @@ class TrainConfig:
     """Preset that the model fields below start from: tiny, gpt2-124m, llama-7b, ..."""
     policy: str = "none"
     """What each layer keeps for its backward pass: none, dots_saveable, full,
-    save:NAME,..., offload:NAME,..., sqrt, every:K, per layer 2xnone+2xfull, or
-    another system's: maxtext:minimal, megatron:selective, deepspeed:cpu."""
+    save:NAME,..., offload:NAME,..., sqrt, every:K, per layer 2xnone+2xfull,
+    another system's: maxtext:minimal, megatron:selective, deepspeed:cpu; or auto: the
+    cheapest within --memory-budget."""
+    plan: str = ""
+    """A plan of python -m jaxckpt.plan, in place of a policy."""
+    memory_budget: str = ""
+    """With --policy=auto: device memory that a step may take, 14GiB or 80%. Default:
+    no remat while that fits in 80 % of the device (85 % below 7 B parameters), else a
+    plan for as much."""
     mesh: str = ""
     """Devices per axis, such as data:2,fsdp:2,tensor:2. Default: all on fsdp."""
     sequence_parallel: bool = False
@@ -100,16 +109,31 @@ class TrainConfig:
             )
         if self.resume and not self.workdir:
             raise ConfigError("--resume needs --workdir, the folder of the run")
-        unknown = {name for policy in self.plan.policies() for name in policy.names}
+        self._check_policy()
+        parse_mesh(self.mesh)
+
+    def _check_policy(self) -> None:
+        if self.plan and self.policy != "none":
+            raise ConfigError("--plan is in place of --policy; give one of them")
+        if self.memory_budget and self.policy != AUTO:
+            raise ConfigError("--memory-budget needs --policy=auto")
+        if self.memory_budget and not self.memory_budget.strip().endswith("%"):
+            parse_bytes(self.memory_budget)
+        if self.policy == AUTO:
+            return
+        unknown = {name for policy in self.layers.policies() for name in policy.names}
         unknown -= set(self.architecture.value_names)
         unknown = {name for name in unknown if not is_automatic(name)}
         if unknown:
             raise unknown_names(unknown, self.architecture.value_names)
-        parse_mesh(self.mesh)
 
     @property
-    def plan(self) -> LayerPlan:
-        """The layer plan that the policy stands for."""
+    def layers(self) -> LayerPlan:
+        """The layer plan that the policy stands for.
+
+        Raises:
+          PolicyError: ``auto``, which is planned first.
+        """
         model = self.architecture
         text = translate(self.policy, model.value_names, model.num_layers)
         return layer_plan(text, model.num_layers)

@@ -86,7 +86,7 @@ def run_job(job: Job, cache: Path) -> dict[str, Any]:
                 input=job.as_json(),
                 capture_output=True,
                 text=True,
-                env=_environment(job.target, dump),
+                env=environment(job.target, f"--xla_dump_to={dump}"),
                 timeout=_TIMEOUT,
             )
         except subprocess.TimeoutExpired as late:
@@ -106,20 +106,21 @@ def run_job(job: Job, cache: Path) -> dict[str, Any]:
     return row
 
 
-def _environment(target: str, dump: str) -> dict[str, str]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-    environment = {
+def environment(target: str, flags: str = "") -> dict[str, str]:
+    """Of a process that traces or compiles for a target, with more XLA flags."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    found = {
         **os.environ,
         "XLA_FLAGS": flags.strip(),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if target != "attached":
-        environment["JAX_PLATFORMS"] = "cpu"
+        found["JAX_PLATFORMS"] = "cpu"
     if parse_target(target).tpu:  # there is none to ask about, or to have alone
-        environment["TPU_SKIP_MDS_QUERY"] = "1"
-        environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    return environment
+        found["TPU_SKIP_MDS_QUERY"] = "1"
+        found["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    return found
 
 
 def _digest(job: Job) -> str:

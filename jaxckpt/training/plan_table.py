@@ -130,16 +130,7 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
 
     stack, found = planned.problem.stack, planned.found
     shift = found.best.compiled_bytes - found.best.proposal.memory
-    layers = stack.num_layers
-    points = hull(
-        [
-            (
-                layers * (stack.input_bytes + one.saved_bytes) + one.working_bytes,
-                layers * one.cost,
-            )
-            for one in stack.choices
-        ]
-    )
+    points = hull([(one.memory, one.cost) for one in map(stack.uniform, stack.choices)])
     figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
     axes.plot(
         [(x + shift) / 2**30 for x, _ in points],

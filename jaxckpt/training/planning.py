@@ -11,25 +11,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxckpt.compiler.targets import KINDS, parse_target
+from jaxckpt.models.presets import ConfigError
 from jaxckpt.planner.layer_stack import LayerStack
 from jaxckpt.planner.plan import Plan
 from jaxckpt.planner.search import Found, PlanError, check_static, search
 from jaxckpt.planner.solve import Link, Operation, evaluate
 from jaxckpt.policies import parse_policy
-from jaxckpt.training.config import TrainConfig, resolve_mesh
-from jaxckpt.training.job import Job, _environment as environment, run_job
-from jaxckpt.training.reporting import default_policies
+from jaxckpt.training.config import AUTO, TrainConfig, resolve_mesh
+from jaxckpt.training.job import Job, environment, run_job
+from jaxckpt.training.reporting import default_policies, safe_share
 from jaxckpt.units import parse_bytes
 
 NOMINAL = "h100"  # whose rates stand in for a device that we do not know
 _RESULT = "jaxckpt-problem: "
 
-
-def safe_share(config):
-    return 0.85 if config.architecture.num_params < 7e9 else 0.8
+Offload = Literal["auto", "prefer", "never"]
 
 
 class BudgetError(ValueError):
@@ -76,7 +75,7 @@ def plan_run(
     target: str,
     budget: str,
     *,
-    offload: bool = False,
+    offload: Offload = "never",
     host_budget: str = "",
     cache: Path,
     compare: bool = True,
@@ -89,7 +88,8 @@ def plan_run(
       target: as `jaxckpt.compiler.targets.parse_target` reads it.
       budget: ``60GiB``, ``80%``, or nothing for the standing rule: no remat while that
         fits in 80 % of the device (85 % below 7 B parameters), else a plan for that.
-      offload: whether values may move to host memory.
+      offload: "auto" moves values to host memory where that costs less than running
+        them again, "prefer" wherever memory is short, "never" not at all.
       host_budget: bytes of host memory per device, as text.
       cache: folder of finished compiles.
       compare: whether to compile what the plan is compared with.
@@ -111,17 +111,23 @@ def plan_run(
         )
     bytes_allowed = parse_bytes(budget, whole=limit)
     check_static(problem.stack.static, bytes_allowed)
-    if offload:
-        stack = dataclasses.replace(
-            problem.stack,
-            link=Link(_kind(target).host_bandwidth, problem.stack.forward_seconds),
-            host_budget=parse_bytes(host_budget) if host_budget else math.inf,
-        )
-        problem = dataclasses.replace(problem, stack=stack)
 
     def compile(text: str) -> dict[str, Any]:
         return run_job(Job(dataclasses.replace(config, policy=text), target), cache)
 
+    if offload != "never":
+        progress("compiling nothing_saveable, to see what hides transfers")
+        window = _forward_seconds(compile("nothing_saveable"), problem)
+        stack = dataclasses.replace(
+            problem.stack,
+            link=Link(
+                _kind(target).host_bandwidth,
+                window,
+                free=offload == "prefer",
+            ),
+            host_budget=parse_bytes(host_budget) if host_budget else math.inf,
+        )
+        problem = dataclasses.replace(problem, stack=stack)
     found = search(problem.stack, bytes_allowed, compile, progress=progress)
     plan = _plan(config, target, problem, bytes_allowed, found)
     rows = []
@@ -132,6 +138,55 @@ def plan_run(
             rows.append(compile(policy))
         rows = [row for row in rows if "error" not in row]
     return PlannedRun(plan, found, problem, rows)
+
+
+def resolve_policy(
+    config: TrainConfig, target: str, cache: Path, progress: Callable[[str], None]
+) -> TrainConfig:
+    """The run with a plan's policy in place of ``--plan`` or ``--policy=auto``.
+
+    Raises:
+      ConfigError: a plan of another model.
+      Infeasible: nothing fits.
+    """
+    if config.plan:
+        return dataclasses.replace(config, plan="", policy=read_plan(config))
+    if config.policy != AUTO:
+        return config
+    bare = dataclasses.replace(config, policy="none", memory_budget="")
+    if not config.memory_budget:
+        row = run_job(Job(bare, target), cache)
+        share, limit = safe_share(config), row.get("memory_limit")
+        if limit and row["device_total_bytes"] <= share * limit:
+            return bare
+    planned = plan_run(
+        bare,
+        target,
+        config.memory_budget,
+        cache=cache,
+        compare=False,
+        progress=progress,
+    )
+    return dataclasses.replace(bare, policy=planned.plan.layer_plan)
+
+
+def read_plan(config: TrainConfig) -> str:
+    """The layer plan in the file ``config.plan``, which must be of the same model."""
+    plan = Plan.load(config.plan)
+    if (plan.model, plan.num_layers) != (config.model, config.architecture.num_layers):
+        raise ConfigError(
+            f"--plan={config.plan} is for {plan.num_layers} layers of {plan.model}, "
+            f"and this is {config.model} with {config.architecture.num_layers}"
+        )
+    return plan.layer_plan
+
+
+def _forward_seconds(row: dict[str, Any], problem: Problem) -> float:
+    """Of one layer: by the compiled step's estimate, else by the model's."""
+    phases = row.get("estimated_phase_seconds")
+    if not phases:
+        return problem.stack.forward_seconds
+    return phases["forward"] / problem.stack.num_layers
 
 
 def best_named(problem: Problem, config: TrainConfig, found: Found) -> list[str]:
@@ -192,6 +247,7 @@ def make_problem(job: Job) -> dict[str, Any]:
         },
         "gradient_bytes": state["params"],
         "input_bytes": math.prod(shape) * x.dtype.itemsize,
+        "input_name": config.architecture.value_names[0],
         "forward_seconds": graph.forward_seconds,
         "forward_flops": graph.forward_flops,
     }
@@ -214,7 +270,7 @@ def find_problem(job: Job) -> Problem:
         input=job.as_json(),
         capture_output=True,
         text=True,
-        env=environment(job.target, '/tmp/s/dd'),
+        env=environment(job.target),
     )
     found = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
     if not found:
@@ -233,7 +289,7 @@ def _plan(
     config: TrainConfig, target: str, problem: Problem, budget: int, found: Found
 ) -> Plan:
     best = found.best
-    layers = dataclasses.replace(config, policy=best.proposal.layer_plan).plan
+    layers = dataclasses.replace(config, policy=best.proposal.layer_plan).layers
     kept = {name for policy in layers.policies() for name in policy.names}
     sizes = resolve_mesh(config.mesh, problem.num_devices)
     return Plan(

@@ -92,7 +92,7 @@ def advice(
             "What fits is not known: the memory of this device is not. Give a "
             "--target such as h100:8; it need not be there."
         ]
-    share = 0.85 if config is None or config.architecture.num_params < 7e9 else 0.80
+    share = safe_share(config)
     fitting = [row for row in good if row["device_total_bytes"] <= limit]
     if not fitting:
         smallest = min(good, key=lambda row: row["device_total_bytes"])
@@ -117,6 +117,11 @@ def advice(
             f"It leaves less than {1 - share:.0%} for fragmentation and workspace."
         )
     return lines
+
+
+def safe_share(config: TrainConfig | None) -> float:
+    """Of a device's memory that a step may plan for, by the size of the model."""
+    return 0.85 if config is None or config.architecture.num_params < 7e9 else 0.80
 
 
 def _used(row: dict[str, Any], limit: int) -> str:

@@ -58,7 +58,7 @@ def make_program(
       plan: another layer plan than ``config.policy``.
     """
     architecture = config.architecture
-    plan = plan or config.plan
+    plan = plan or config.layers
     model = Transformer(architecture, plan, placement.constrain)
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config)
