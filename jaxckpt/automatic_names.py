@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
@@ -108,8 +110,8 @@ def _rewrite(
         for result in equation.outvars:
             if isinstance(result, jex_core.DropVar) or result in named_by_user:
                 continue
-            if jax.dtypes.issubdtype(result.aval.dtype, jax.dtypes.extended):
-                continue  # a PRNG key takes no name
+            if not _takes_name(result.aval):
+                continue
             renamed[result] = jex_core.Var(result.aval)
             equations.append(_name_equation(label, equation, result, renamed[result]))
     return jaxpr.replace(
@@ -125,6 +127,12 @@ def _rewrite_param(value: Any, counts: Counter[str], wanted: set[str] | None) ->
     if isinstance(value, tuple | list):
         return type(value)(_rewrite_param(item, counts, wanted) for item in value)
     return value
+
+
+def _takes_name(aval: Any) -> bool:
+    """Whether it is an array, and not a PRNG key, a reference or a token."""
+    is_array = isinstance(aval, ShapedArray)
+    return is_array and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def _named_by_user(jaxpr: jex_core.Jaxpr) -> set[Any]:

@@ -10,6 +10,7 @@ text of the language that a shell wants quoted.
 Depth-free forms, resolved once the number of layers is known:
   a policy       every layer under it
   every:K        groups of K layers, the last one smaller;  ``every:4/save:context``
+  revolve:S      nested groups, at most S layer inputs held at once
   sqrt           the K that minimises ceil(L/K) + K: checkpoints plus one live group
 
 No JAX here.
@@ -149,7 +150,40 @@ class Grouping:
         return f"Grouping({str(self)!r})"
 
 
-Layers = Policy | Grouping | LayerPlan
+@dataclass(frozen=True)
+class Revolve:
+    """Layers grouped so that few inputs are held at once: ``revolve:4``.
+
+    Attributes:
+      checkpoints: layer inputs held at most, the first layer's among them.
+      policy: what a layer keeps when it runs forward for the last time.
+
+    Example:
+      >>> print(layer_plan("revolve:3", num_layers=8))
+      1x(3xnothing_saveable+1xnone)+...
+
+    Source: Griewank and Walther 2000, algorithm 799: the fewest forward runs.
+    """
+
+    checkpoints: int
+    policy: Policy = NONE
+
+    def resolve(self, num_layers: int) -> tuple[Run, ...]:
+        from jaxckpt.schedules.revolve import revolve_schedule
+        from jaxckpt.schedules.runs import runs_of
+
+        schedule = revolve_schedule(num_layers, self.checkpoints)
+        return runs_of(schedule.items, num_layers * [[self.policy]])
+
+    def __str__(self) -> str:
+        head = f"revolve:{self.checkpoints}"
+        return head if self.policy == NONE else f"{head}/{self.policy}"
+
+    def __repr__(self) -> str:
+        return f"Revolve({str(self)!r})"
+
+
+Layers = Policy | Grouping | Revolve | LayerPlan
 
 
 def sqrt_group(num_layers: int) -> int:
@@ -178,7 +212,7 @@ def parse_layers(text: str | Layers) -> Layers:
       >>> parse_layers("2 x (3xfull + 1xnone) + 1xdots_saveable").num_layers
       9
     """
-    if isinstance(text, Policy | Grouping | LayerPlan):
+    if isinstance(text, Layers):
         return text
     if isinstance(planned := getattr(text, "layers", None), LayerPlan):
         return planned  # a Plan, the planner's answer
@@ -211,7 +245,7 @@ def layer_plan(layers: str | Layers, num_layers: int) -> LayerPlan:
     layers = parse_layers(layers)
     if isinstance(layers, Policy):
         return LayerPlan((Run(num_layers, layers),))
-    if isinstance(layers, Grouping):
+    if isinstance(layers, Grouping | Revolve):
         return LayerPlan(layers.resolve(num_layers))
     if layers.num_layers != num_layers:
         raise PolicyError(
@@ -220,11 +254,18 @@ def layer_plan(layers: str | Layers, num_layers: int) -> LayerPlan:
     return layers
 
 
-def _parse_grouping(text: str) -> Grouping | None:
+def _parse_grouping(text: str) -> Grouping | Revolve | None:
     head, slash, rest = text.partition("/")
     head = head.strip()
     if head == "sqrt":
         size = "sqrt"
+    elif head.startswith("revolve:"):
+        digits = head.removeprefix("revolve:").strip()
+        if not digits.isdecimal() or int(digits) < 1:
+            raise PolicyError(
+                f"revolve:S needs a whole number of checkpoints, not {digits!r}"
+            )
+        return Revolve(int(digits), parse_policy(rest) if slash else NONE)
     elif head.startswith("every:"):
         digits = head.removeprefix("every:").strip()
         if not digits.isdecimal() or int(digits) < 1:

@@ -60,7 +60,8 @@ class PlanConfig:
 
     def train_config(self, policy: str) -> TrainConfig:
         """The training run whose step is planned, under a policy."""
-        shared = [field.name for field in dataclasses.fields(TrainConfig)]
+        shared = {field.name for field in dataclasses.fields(TrainConfig)}
+        shared -= {"memory_budget"}  # which asks a training run to plan
         return TrainConfig(
             policy=policy,
             **{name: getattr(self, name) for name in shared if hasattr(self, name)},

@@ -31,7 +31,9 @@ _RULE_WITH_NAMES = (
 )
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _AUTOMATIC = re.compile(r"[a-z_]\w*\.\d+")
-_OF_A_STACK = re.compile(r"((sqrt|every:\s*\d+)\s*(/.*)?|\d+\s*x.*)", re.DOTALL)
+_OF_A_STACK = re.compile(
+    r"((sqrt|(every|revolve):\s*\d+)\s*(/.*)?|\d+\s*x.*)", re.DOTALL
+)
 
 
 class PolicyError(ValueError):
@@ -170,7 +172,8 @@ def unknown_policy(text: str) -> PolicyError:
     """The error for text that is no policy, with what would be one."""
     known = [rule for rule in RULES if rule != "names"] + list(ALIASES)
     forms = known + ["save:NAME,...", "offload:NAME,...", "sqrt", "every:K"]
-    hint = nearest(text, known + ["sqrt", "every:", "save:", "offload:"])
+    forms.append("revolve:S")
+    hint = nearest(text, known + ["sqrt", "every:", "revolve:", "save:", "offload:"])
     return PolicyError(
         f"unknown policy {text!r}.{hint} Known: {', '.join(forms)}, "
         "and layer plans such as 12xfull+4xnone"

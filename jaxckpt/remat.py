@@ -21,7 +21,7 @@ from flax.linen.transforms import lift_transform
 from jax.extend import core as jex_core
 
 from jaxckpt.automatic_names import name_values
-from jaxckpt.layers import Grouping, LayerPlan, parse_layers
+from jaxckpt.layers import parse_layers
 from jaxckpt.naming import check_names, is_array
 from jaxckpt.policies import NONE, Policy, PolicyError
 
@@ -163,7 +163,7 @@ def split_static(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 def _block_policy(policy: str | Policy) -> Policy:
     parsed = parse_layers(policy)
-    if isinstance(parsed, Grouping | LayerPlan):
+    if not isinstance(parsed, Policy):
         raise PolicyError(
             f"{parsed} plans a stack of layers; remat takes one block's policy "
             "(use jaxckpt.stack)"

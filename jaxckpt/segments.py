@@ -8,24 +8,21 @@ runs again, and no annotation is needed.
 """
 
 import functools
-import hashlib
-import itertools
-import math
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
 from jaxckpt.layers import LayerPlan, Run
-from jaxckpt.naming import aval_bytes, subjaxprs
+from jaxckpt.naming import aval_bytes
 from jaxckpt.policies import NONE, Policy, PolicyError
+from jaxckpt.programs import fingerprint, flat_program, program_of, variables
 from jaxckpt.remat import checkpoint, split_static
-
-_CALLS = ("jit", "pjit", "closed_call")
+from jaxckpt.schedules.cuts import least_cut
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Stage:
 
     def closed(self) -> jex_core.ClosedJaxpr:
         """Its program: ``reads`` in, ``makes`` out."""
-        return _program(self.equations, self.reads, self.makes)
+        return program_of(self.equations, self.reads, self.makes)
 
 
 def planned(fn: Callable[..., Any], plan: Any) -> Callable[..., Any]:
@@ -64,6 +61,8 @@ def planned(fn: Callable[..., Any], plan: Any) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):
+        call = inspect.signature(fn).bind(*args, **kwargs)
+        args, kwargs = call.args, call.kwargs  # x=1 is 1 in its place
         arrays, rebuild = split_static((args, kwargs))
         rebuild_outputs = None
 
@@ -86,51 +85,17 @@ def planned(fn: Callable[..., Any], plan: Any) -> Callable[..., Any]:
     return wrapped
 
 
-def flat_program(fn: Callable[..., Any], *arrays: Any) -> jex_core.ClosedJaxpr:
-    """Traces a function of arrays to one list of equations, jitted calls inlined."""
-    closed = jax.make_jaxpr(fn)(*arrays)
-    return inline_calls(closed)
-
-
-def inline_calls(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
-    """The same program without calls of jitted functions: every value in one list."""
-
-    def run(jaxpr, constants, arguments):
-        known = dict(zip(jaxpr.constvars, constants, strict=True))
-        known.update(zip(jaxpr.invars, arguments, strict=True))
-
-        def read(operand):
-            if isinstance(operand, jex_core.Literal):
-                return operand.val
-            return known[operand]
-
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in _CALLS:
-                (body,) = subjaxprs(equation)
-                param = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-                inputs = [read(operand) for operand in equation.invars]
-                outputs = run(body, getattr(param, "consts", ()), inputs)
-            else:
-                operands = tuple(dict.fromkeys(variables(equation.invars)))
-                single = _program([equation], operands, equation.outvars)
-                outputs = jex_core.jaxpr_as_fun(single)(*map(read, operands))
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return [read(operand) for operand in jaxpr.outvars]
-
-    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(
-        *closed.in_avals
-    )
-
-
 def cut(closed: jex_core.ClosedJaxpr, most: int = 24) -> tuple[int, ...]:
     """Chooses where stages begin: around scans, and where few bytes cross.
 
     Of all cuts into at most ``most`` stages, those with the least sum of what crosses
-    them and of the largest stage: what one level of checkpoints would need.
+    them and of what the largest stage makes, which is about what one level of
+    checkpoints needs. A scan makes nothing in that sense, and the cuts around scans do
+    not count.
 
     Args:
       closed: a program from `flat_program`.
-      most: stages to make at most, loops and what is between them not counted.
+      most: stages to make at most, and one more for each cut around a scan.
 
     Returns:
       The index of each stage's first equation; the first is 0.
@@ -138,49 +103,15 @@ def cut(closed: jex_core.ClosedJaxpr, most: int = 24) -> tuple[int, ...]:
     Source: Chen et al. 2016, arXiv 1604.06174, algorithm 3, made exact.
     """
     equations = closed.jaxpr.eqns
-    crossing = _crossing(closed)
+    loops = [i for i, one in enumerate(equations) if one.primitive.name == "scan"]
     made = [
         sum(aval_bytes(result.aval) for result in variables(equation.outvars))
         for equation in equations
     ]
-    loops = [i for i, one in enumerate(equations) if one.primitive.name == "scan"]
     for index in loops:
         made[index] = 0
-    total = sum(made)
-    fixed = sorted({0, *loops, *(i + 1 for i in loops)} - {len(equations)})
-    best, least = fixed, math.inf
-    for pieces in range(1, most + 1):
-        limit = 1.05 * total / pieces
-        starts = _cut_within(made, crossing, fixed, limit)
-        need = limit + sum(crossing[start - 1] for start in starts if start)
-        if len(starts) <= most + len(fixed) and need < least:
-            best, least = starts, need
-    return tuple(best or [0])
-
-
-def _cut_within(
-    made: Sequence[int], crossing: Sequence[int], fixed: Sequence[int], limit: float
-) -> list[int]:
-    """The starts with the least bytes crossing, no stage making more than a limit
-    unless it is one equation."""
-    count = len(made)
-    before = [0, *itertools.accumulate(made)]
-    cost = [0.0] + [math.inf] * count  # of cutting behind equation i - 1
-    origin = [0] * (count + 1)
-    for end in range(1, count + 1):
-        here = crossing[end - 1] if end < count else 0
-        for start in range(end - 1, -1, -1):
-            if start < end - 1 and before[end] - before[start] > limit:
-                break
-            if cost[start] + here < cost[end]:
-                cost[end], origin[end] = cost[start] + here, start
-            if start in fixed:
-                break
-    starts, end = [], count
-    while end:
-        end = origin[end]
-        starts.append(end)
-    return starts[::-1]
+    forced = sorted({0, *loops, *(i + 1 for i in loops)} - {len(equations)})
+    return least_cut(made, _crossing(closed), forced, most + len(forced) - 1)
 
 
 def stages(closed: jex_core.ClosedJaxpr, starts: Sequence[int]) -> list[Stage]:
@@ -238,7 +169,7 @@ def checkpointed_stage(stage: Stage, policy: Policy) -> Callable[..., list[Any]]
     equation = stage.loop
     params = equation.params
     constants, carried = compat.scan_counts(equation)
-    in_loop = params["length"] > 1
+    in_loop = params["length"] // params["unroll"] > 1  # else XLA has no loop
     body = checkpoint(loop_body(equation), policy, in_loop=in_loop)
 
     def run(*values):
@@ -273,33 +204,6 @@ def loop_body(equation: Any) -> Callable[..., list[Any]]:
     if not isinstance(body, jex_core.ClosedJaxpr):
         body = jex_core.ClosedJaxpr(body, ())
     return jex_core.jaxpr_as_fun(body)
-
-
-def fingerprint(closed: jex_core.ClosedJaxpr) -> str:
-    """Tells programs apart: by their equations, shapes and dtypes, not their values."""
-    numbers: dict[Any, int] = {}
-
-    def name(operand: Any) -> str:
-        if isinstance(operand, jex_core.Literal):
-            return f"literal {operand.val}"
-        return f"{numbers.setdefault(operand, len(numbers))}"
-
-    content = hashlib.sha256()
-    for inputs in (closed.jaxpr.constvars, closed.jaxpr.invars):
-        for variable in inputs:
-            content.update(f"{name(variable)}:{variable.aval};".encode())
-    for equation in closed.jaxpr.eqns:
-        operands = ",".join(map(name, equation.invars))
-        results = ",".join(f"{name(one)}:{one.aval}" for one in equation.outvars)
-        content.update(f"{results}={equation.primitive}({operands});".encode())
-    content.update(",".join(map(name, closed.jaxpr.outvars)).encode())
-    return content.hexdigest()[:16]
-
-
-def variables(operands: Sequence[Any]) -> list[Any]:
-    """The operands that are neither literals nor dropped."""
-    no_value = jex_core.Literal | jex_core.DropVar
-    return [operand for operand in operands if not isinstance(operand, no_value)]
 
 
 def _stage(closed: jex_core.ClosedJaxpr, start: int, end: int) -> Stage:
@@ -349,16 +253,3 @@ def _crossing(closed: jex_core.ClosedJaxpr) -> list[int]:
         alive -= ending.pop(index, 0)
         found.append(alive)
     return found
-
-
-def _program(equations, reads, makes) -> jex_core.ClosedJaxpr:
-    """A closed jaxpr of some equations."""
-    template = _empty()
-    jaxpr = template.replace(
-        invars=list(reads), outvars=list(makes), eqns=list(equations)
-    )
-    return jex_core.ClosedJaxpr(jaxpr, ())
-
-
-def _empty() -> jex_core.Jaxpr:
-    return jax.make_jaxpr(lambda: ())().jaxpr

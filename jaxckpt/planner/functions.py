@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from jaxckpt import compat
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.targets import KINDS, GpuKind, Target, parse_target
@@ -19,7 +20,7 @@ from jaxckpt.planner.graph import BlockGraph, block_graph
 from jaxckpt.planner.layer_stack import LayerStack
 from jaxckpt.planner.plan import Plan
 from jaxckpt.planner.search import MAX_COMPILES, Model, search
-from jaxckpt.planner.solve import Link
+from jaxckpt.planner.solve import Link, evaluate
 from jaxckpt.planner.stage_chain import StageChain, StageModel
 from jaxckpt.remat import split_static
 from jaxckpt.segments import (
@@ -75,7 +76,8 @@ def plan(
       progress: told what is being done.
 
     Returns:
-      A `Plan` for ``jaxckpt.remat(fn, plan)`` or ``jaxckpt.stack(fn, plan, num_layers)``.
+      A `Plan` for ``jaxckpt.remat(fn, plan)``; of a stack, for
+      ``jaxckpt.stack(fn, plan, num_layers)``.
 
     Raises:
       Infeasible: nothing fits, with what needs what.
@@ -299,9 +301,11 @@ def _function_job(fn, args, site: _Site):
     differentiated = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
     model: Model = StageChain(
         stages=models,
-        static={"arguments": sum(_local_bytes(site, x) for x in arrays)},
-        gradient_bytes=sum(_local_bytes(site, x) for x in differentiated)
-        + sum(aval_bytes(aval) for aval in closed.out_avals),
+        static={
+            "arguments": sum(_local_bytes(site, x) for x in arrays),
+            "gradients": sum(_local_bytes(site, x) for x in differentiated),
+        },
+        gradient_bytes=sum(aval_bytes(aval) for aval in closed.out_avals),
     )
 
     def compile(text: str) -> dict[str, Any]:
@@ -317,10 +321,8 @@ def _stage_model(stage: Stage, site: _Site) -> tuple[StageModel, list[dict]]:
         equation = stage.loop
         iterations = equation.params["length"]
         function = loop_body(equation)
-        jaxpr = getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+        jaxpr = compat.inner_jaxpr(equation.params["jaxpr"])
         inputs = [one.aval for one in jaxpr.invars]
-        from jaxckpt import compat
-
         constants, carried = compat.scan_counts(equation)
         carry = sum(map(aval_bytes, inputs[constants : constants + carried]))
     else:
@@ -331,6 +333,7 @@ def _stage_model(stage: Stage, site: _Site) -> tuple[StageModel, list[dict]]:
     operations = graph.operations
     model = StageModel(
         choices=frontier(operations, copies=iterations, budgets=24),
+        full=evaluate(operations, (), ()),
         all_bytes=sum(one.nbytes for one in operations if one.needed),
         output_bytes=sum(aval_bytes(one.aval) for one in stage.makes),
         iterations=iterations,

@@ -5,19 +5,13 @@ forward pass of that trace every equation is an `Operation`, every named value i
 candidate, and the outputs of `jax.vjp` are what the backward pass reads. Loops are
 entered: a value inside a scan counts once per iteration.
 
-All costs are **estimates**, seconds of one device at its peak rates:
-
-* a matmul or attention kernel: ``max(FLOPs / peak, bytes read and written /
-  bandwidth)``, of the part that one device has;
-* a matmul whose contracted axis is cut over devices: its all-reduce on top,
-  ``2 (n - 1) / n x bytes / link``; a sharding constraint that gathers: the bytes it
-  receives over the link;
-* keeping a value: the bytes it takes, once, as they are copied to where they stay;
-* a reduction: the bytes it reads. An element-wise operation: the bytes it writes,
-  where a kernel or the backward pass reads its result; XLA fuses the others.
+FLOPs and bytes are those that JAX then runs again and keeps, exactly; a `lax.cond` is
+one operation with the FLOPs of its costliest branch, and a checkpoint inside the
+function has its own recomputation on top. Seconds are **estimates**, see
+`jaxckpt.planner.roofline`; keeping a value costs its bytes once, as they are copied to
+where they stay.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,22 +21,22 @@ from jax.extend import core as jex_core
 
 from jaxckpt import compat
 from jaxckpt.automatic_names import name_values
-from jaxckpt.compiler.flops import equation_flops, walk
 from jaxckpt.compiler.targets import GpuKind
-from jaxckpt.naming import aval_bytes, subjaxprs, trace_forward
+from jaxckpt.naming import subjaxprs, trace_forward
+from jaxckpt.planner.roofline import (
+    FREE,
+    Roofline,
+    flops_of,
+    local_shapes,
+    stored_values,
+)
 from jaxckpt.planner.solve import Operation
 from jaxckpt.policies import is_automatic
+from jaxckpt.programs import inline_calls, source_line, variables
 from jaxckpt.remat import split_static
-from jaxckpt.segments import inline_calls, variables
 
 _ENTERED = ("jit", "pjit", "closed_call", "core_call", "shard_map")
-# Data movement that XLA folds into whatever reads the result.
-_FREE = (
-    "broadcast_in_dim convert_element_type copy copy_p expand_dims iota name reshape "
-    "sharding_constraint squeeze stop_gradient transpose slice pvary rev"
-).split()
 _INPUT = -1  # made by no operation: an input of the function
-_REDUCTIONS = ("reduce_", "argm", "cumsum", "cumlogsumexp", "cummax", "cumprod", "sort")
 
 
 @dataclass(frozen=True)
@@ -118,8 +112,8 @@ def block_graph(
     if shardings is None:
         cuts: dict[Any, tuple[int, ...]] = {}
     else:
-        cuts = _local_shapes(traced, arrays, jax.tree.leaves(shardings))
-    builder = _Builder(kind, cuts, gpus_per_host)
+        cuts = local_shapes(traced, arrays, jax.tree.leaves(shardings))
+    builder = _Builder(Roofline(kind, cuts, gpus_per_host))
     return builder.build(traced.jaxpr, len(closed.out_avals))
 
 
@@ -145,15 +139,13 @@ class _Node:
 
 @dataclass
 class _Builder:
-    kind: GpuKind
-    cuts: dict[Any, tuple[int, ...]]
-    gpus_per_host: int | None
+    device: Roofline
     nodes: list[_Node] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
 
     def build(self, jaxpr: jex_core.Jaxpr, num_outputs: int) -> BlockGraph:
         made_by = dict.fromkeys(jaxpr.invars, _INPUT)
-        stored = _stored(jaxpr)
+        stored = stored_values(jaxpr)
         self._visit(jaxpr, made_by, stored, times=1, share=1.0)
         self._forget_copies()
         for variable in variables(jaxpr.outvars[num_outputs:]):
@@ -168,7 +160,9 @@ class _Builder:
                     needed=node.needed,
                     flops=node.flops,
                     keep_cost=(
-                        node.nbytes / self.kind.memory_bandwidth if node.name else 0.0
+                        node.nbytes / self.device.kind.memory_bandwidth
+                        if node.name
+                        else 0.0
                     ),
                 )
                 for node in self.nodes
@@ -181,13 +175,17 @@ class _Builder:
     def _forget_copies(self) -> None:
         """Takes automatic names off what is another value, moved or spread, and off
         constants: keeping the original, or nothing, does the same for fewer bytes."""
-        for node in self.nodes:
-            if not is_automatic(node.name):
-                continue
-            moved = [self._original(index) != index for index in node.reads]
-            if not node.varies or not moved or any(moved):
-                del self.values[node.name]
-                node.name, node.free = "", True
+        for name in filter(is_automatic, list(self.values)):
+            # One name is kept as one: that of a scan is on all of its results.
+            named = [node for node in self.nodes if node.name == name]
+            if all(map(self._is_copy, named)):
+                del self.values[name]
+                for node in named:
+                    node.name, node.free = "", True
+
+    def _is_copy(self, node: _Node) -> bool:
+        moved = [self._original(index) != index for index in node.reads]
+        return not node.varies or not moved or any(moved)
 
     def _original(self, index: int) -> int | None:
         """Goes up through operations that only move data, while that takes no more
@@ -225,21 +223,22 @@ class _Builder:
     def _add(self, equation, made_by, stored, times, share) -> None:
         origins = self._origins(equation.invars, made_by)
         reads = tuple(dict.fromkeys(x for x in origins if x is not None and x >= 0))
-        results = variables(equation.outvars)
-        nbytes = times * sum(self._nbytes(result, share) for result in results)
+        nbytes = times * sum(
+            self.device.nbytes(result, share) for result in variables(equation.outvars)
+        )
         name = compat.checkpoint_name_of(equation) or ""
         if name:
             self._add_value(name, equation, nbytes)
-        flops = _flops(equation)
+        flops = flops_of(equation)
         self.nodes.append(
             _Node(
-                cost=times * self._seconds(equation, flops, stored, share),
+                cost=times * self.device.seconds(equation, flops, stored, share),
                 reads=reads,
                 name=name,
                 nbytes=nbytes,
                 flops=times * flops,
                 varies=_INPUT in origins or any(self.nodes[x].varies for x in reads),
-                free=equation.primitive.name in _FREE and not name,
+                free=equation.primitive.name in FREE and not name,
             )
         )
         for result in equation.outvars:
@@ -253,15 +252,16 @@ class _Builder:
             return
         aval = equation.outvars[0].aval
         self.values[name] = Value(
-            name, tuple(aval.shape), str(aval.dtype), nbytes, _source(equation)
+            name, tuple(aval.shape), str(aval.dtype), nbytes, source_line(equation)
         )
 
     def _enter(self, equation, made_by, times, share) -> None:
         (body,) = subjaxprs(equation)
         origins = self._origins(equation.invars, made_by)
         inner = dict(zip(body.invars, origins, strict=True))
-        stored = _stored(body)
-        self._visit(body, inner, stored, times, share)
+        if equation.primitive.name == "shard_map":
+            share = 1.0  # in there, arrays are what one device has
+        self._visit(body, inner, stored_values(body), times, share)
         outputs = self._origins(body.outvars, inner)
         made_by.update(zip(equation.outvars, outputs, strict=True))
 
@@ -279,10 +279,8 @@ class _Builder:
             self.nodes.append(_Node(reads=before))
             variable = body.invars[constants + position]
             inner[variable] = carries[position] = len(self.nodes) - 1
-        largest = max(equation.invars, key=lambda x: aval_bytes(x.aval), default=None)
-        share = self._share(largest, share)
-        stored = _stored(body)
-        self._visit(body, inner, stored, times * length, share)
+        share = self.device.enter_loop(equation, body, share)
+        self._visit(body, inner, stored_values(body), times * length, share)
         outputs = self._origins(body.outvars, inner)
         for position, index in carries.items():
             after = outputs[position]
@@ -295,125 +293,3 @@ class _Builder:
             None if isinstance(one, jex_core.Literal) else made_by.get(one)
             for one in variables
         ]
-
-    def _seconds(self, equation, flops, stored, share) -> float:
-        primitive = equation.primitive.name
-        results = variables(equation.outvars)
-        written = sum(self._nbytes(result, share) for result in results)
-        if flops or list(subjaxprs(equation)):
-            return self._kernel_seconds(equation, flops, written, share)
-        if primitive == "sharding_constraint":
-            received = written - self._nbytes(equation.invars[0], share)
-            return max(0, received) / self._link(2)
-        if primitive in _FREE:
-            return 0.0
-        if primitive.startswith(_REDUCTIONS):
-            read = sum(self._nbytes(x, share) for x in variables(equation.invars))
-            return read / self.kind.memory_bandwidth
-        kept = sum(self._nbytes(x, share) for x in results if x in stored)
-        return kept / self.kind.memory_bandwidth
-
-    def _kernel_seconds(self, equation, flops, written, share) -> float:
-        operands = variables(equation.invars)
-        read = sum(self._nbytes(operand, share) for operand in operands)
-        on_all = sum(aval_bytes(result.aval) for result in equation.outvars)
-        local = flops * written / on_all if on_all else flops
-        link = 0.0
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0]
-            whole = math.prod(left.aval.shape[axis] for axis in contracted)
-            cut = self.cuts.get(left)
-            if cut:
-                parts = whole // math.prod(cut[axis] for axis in contracted)
-                local /= parts
-                link = 2 * (parts - 1) / parts * written / self._link(parts)
-        dtype = operands[0].aval.dtype if operands else "float32"
-        peak = matmul_peak(self.kind, str(dtype))
-        return max(local / peak, (read + written) / self.kind.memory_bandwidth) + link
-
-    def _link(self, members: int) -> float:
-        if self.gpus_per_host and members > self.gpus_per_host:
-            network = self.gpus_per_host * self.kind.network_bandwidth
-            return min(self.kind.link_bandwidth, network)
-        return self.kind.link_bandwidth
-
-    def _share(self, variable, otherwise: float) -> float:
-        cut = self.cuts.get(variable) if variable is not None else None
-        if cut is None or not variable.aval.size:
-            return otherwise
-        return math.prod(cut) / variable.aval.size
-
-    def _nbytes(self, variable, share: float = 1.0) -> int:
-        return round(aval_bytes(variable.aval) * self._share(variable, share))
-
-
-def matmul_peak(kind: GpuKind, dtype: str) -> float:
-    """Matmul FLOP/s of a kind by operand type; float32 is TF32 from Ampere on."""
-    if dtype in ("bfloat16", "float16"):
-        return kind.matmul_flops
-    if dtype == "float32" and kind.capability >= (8, 0):
-        return kind.matmul_flops / 2
-    if dtype.startswith(("float8", "int8", "uint8")) and kind.capability >= (8, 9):
-        return 2 * kind.matmul_flops
-    return 2e9 * kind.cores * kind.fpus_per_core * kind.clock_ghz
-
-
-def _flops(equation) -> int:
-    inner = list(subjaxprs(equation))
-    if equation_flops(equation) or not inner:
-        return equation_flops(equation)
-    return max(
-        sum(visit.times * equation_flops(visit.equation) for visit in walk(body))
-        for body in inner
-    )
-
-
-def _stored(jaxpr: jex_core.Jaxpr) -> set[Any]:
-    """Variables that are written to memory: outputs, and what a kernel reads. What only
-    element-wise operations and reductions read is fused into them."""
-    stored = set(variables(jaxpr.outvars))
-    for equation in reversed(jaxpr.eqns):
-        primitive = equation.primitive.name
-        if primitive in _FREE:
-            if any(result in stored for result in equation.outvars):
-                stored.update(variables(equation.invars))
-        elif equation_flops(equation) or list(subjaxprs(equation)):
-            stored.update(variables(equation.invars))
-    return stored
-
-
-def _source(equation) -> str:
-    """The innermost line outside of JAX, Flax and this package."""
-    traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        path = frame.file_name.replace("\\", "/")
-        inside = ("/jax/", "/flax/", "/jaxckpt/planner/", "/jaxckpt/remat")
-        if not any(part in path for part in (*inside, "/equinox/", "<")):
-            return f"{path.rsplit('/', 1)[-1]}:{frame.line_num}"
-    return ""
-
-
-def _local_shapes(closed, arrays, shardings) -> dict[Any, tuple[int, ...]]:
-    """The part of every value that one device holds, as XLA's propagation cuts it."""
-    jaxpr = closed.jaxpr
-    made = [
-        result
-        for equation in jaxpr.eqns
-        for result in variables(equation.outvars)
-        if not jax.dtypes.issubdtype(result.aval.dtype, jax.dtypes.extended)
-    ]
-    everything = closed.replace(jaxpr=jaxpr.replace(outvars=made))
-    arguments = [
-        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-        for array, sharding in zip(arrays, shardings, strict=True)
-    ]
-    lowered = jax.jit(jex_core.jaxpr_as_fun(everything)).lower(*arguments)
-    placed = lowered.compile().output_shardings
-    cuts = {
-        variable: sharding.shard_shape(variable.aval.shape)
-        for variable, sharding in zip(made, placed, strict=True)
-    }
-    for variable, sharding in zip(jaxpr.invars, shardings, strict=True):
-        cuts[variable] = sharding.shard_shape(variable.aval.shape)
-    return cuts

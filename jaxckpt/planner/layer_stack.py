@@ -23,6 +23,7 @@ from jaxckpt.schedules import (
     Checkpointed,
     NoSchedule,
     Option,
+    Schedule,
     Stage,
     StageCosts,
     rotor_schedule,
@@ -31,6 +32,7 @@ from jaxckpt.schedules.simulate import simulate
 
 _OPTIONS = 6  # of the frontier, given to rotor
 _SLOTS = 200
+_DEPTH = 8  # of groups in groups: Python's stack is used up by some 20
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,15 @@ class LayerStack:
             return self._grouped(allowance)
         return self._mixed(mixed)
 
-    def least(self) -> Proposal:
-        return self.uniform(
-            min(self.choices, key=lambda one: (one.saved_bytes, one.cost))
-        )
+    def smallest(self) -> list[Proposal]:
+        """Every layer keeping the least, groups of such layers, and rotor's least."""
+        least = min(self.choices, key=lambda one: (one.saved_bytes, one.cost))
+        found = [self.uniform(least)]
+        if self._usable and self._groups:
+            found.append(min(self._groups, key=lambda one: one.memory))
+            halves = [one for one in self._groups if one.memory < found[0].memory]
+            found += sorted(halves, key=lambda one: (one.cost, one.memory))[:1]
+        return found
 
     def lower_bound(self, allowance: float) -> float:
         room = allowance - self._inputs
@@ -168,11 +175,43 @@ class LayerStack:
         )
 
     def _grouped(self, allowance: float) -> Proposal:
-        """Nested groups, by rotor; no offloading, which XLA:GPU does not nest."""
-        step = max(1, len(self.choices) // _OPTIONS)
-        usable = [one for one in self.choices[::step] if not one.offload]
-        if not usable:
+        """Equal groups, or where none fit nested ones by rotor, which compile slower;
+        no offloading, which XLA:GPU does not nest."""
+        if not self._usable:
             raise Infeasible("no choice without offloading to make groups of")
+        fits = [one for one in self._groups if one.memory <= allowance]
+        if fits:
+            return min(fits, key=lambda one: (one.cost, one.memory))
+        return self._proposal(shallow_schedule(self._chain, allowance, _SLOTS))
+
+    @functools.cached_property
+    def _groups(self) -> list[Proposal]:
+        """Equal groups of layers under one choice, which compile to scans in a scan:
+        of some first layers or all, and in groups of groups."""
+        layers = self.num_layers
+        found = []
+        for k in range(min(3, len(self._usable))):
+            flat = [Stage(index, k) for index in range(layers)]
+            for size in range(2, layers // 2 + 1):
+                for end in range(layers - layers % size, size, -size):
+                    items = (*grouped(flat[:end], size).items, *flat[end:])
+                    found.append(self._proposal(Schedule(items)))
+                if k == 0 and layers % size == 0:
+                    found += [
+                        self._proposal(regrouped(flat, size, inner))
+                        for inner in range(2, size // 2 + 1)
+                        if size % inner == 0
+                    ]
+        return found
+
+    @functools.cached_property
+    def _usable(self) -> list[Choice]:
+        """Choices for layers in groups, the smallest one first."""
+        on_device = [one for one in self.choices if not one.offload]
+        return on_device[:: -(-len(on_device) // _OPTIONS) or 1]
+
+    @functools.cached_property
+    def _chain(self) -> Chain:
         options = tuple(
             Option(
                 kept=choice.saved_bytes + self._beside(choice),
@@ -180,31 +219,68 @@ class LayerStack:
                 backward=2 * self.forward_seconds + choice.cost,
                 backward_temporary=choice.working_bytes + self.input_bytes,
             )
-            for choice in usable
+            for choice in self._usable
         )
         layer = StageCosts(self.input_bytes, self.forward_seconds, options)
-        chain = Chain((layer,) * self.num_layers, input=self.input_bytes)
-        try:
-            schedule = rotor_schedule(chain, int(allowance), _SLOTS)
-        except NoSchedule as error:
-            raise Infeasible(str(error)) from error
-        plan = LayerPlan(
-            runs_of(
-                schedule.items,
-                [[policy_of(one, self.input_name) for one in usable]] * self.num_layers,
-            )
-        )
-        simulated = simulate(schedule, chain)
+        return Chain((layer,) * self.num_layers, input=self.input_bytes)
+
+    def _proposal(self, schedule: Schedule) -> Proposal:
+        policies = [
+            [policy_of(one, self.input_name) for one in self._usable]
+        ] * self.num_layers
+        simulated = simulate(schedule, self._chain)
         plain = 3 * self.num_layers * self.forward_seconds
         again = sum(
-            usable[stage.option].flops for stage in schedule.stages()
+            self._usable[stage.option].flops for stage in schedule.stages()
         ) + self.forward_flops * (sum(simulated.forward_runs) - self.num_layers)
         return Proposal(
-            layer_plan=str(plan),
+            layer_plan=str(LayerPlan(runs_of(schedule.items, policies))),
             memory=float(simulated.peak),
             cost=simulated.time - plain,
             flops=again,
         )
+
+
+def grouped(stages: Sequence[Stage], size: int) -> Schedule:
+    """Checkpointed groups of so many stages, the last one smaller.
+
+    Example:
+      >>> grouped([Stage(index) for index in range(5)], size=2)
+      Schedule('[0 1] [2 3] [4]')
+    """
+    starts = range(0, len(stages), size)
+    return Schedule(tuple(Checkpointed(tuple(stages[at : at + size])) for at in starts))
+
+
+def regrouped(stages: Sequence[Stage], size: int, inner: int) -> Schedule:
+    """Groups of ``size`` stages made of groups of ``inner`` stages.
+
+    Example:
+      >>> regrouped([Stage(index) for index in range(8)], size=4, inner=2)
+      Schedule('[[0 1] [2 3]] [[4 5] [6 7]]')
+    """
+    groups = grouped(stages, inner).items
+    each = size // inner
+    return Schedule(
+        tuple(
+            Checkpointed(groups[at : at + each]) for at in range(0, len(groups), each)
+        )
+    )
+
+
+def shallow_schedule(chain: Chain, allowance: float, slots: int) -> Schedule:
+    """Rotor's schedule, where its groups are not nested too deep to be traced.
+
+    Raises:
+      Infeasible: there is none.
+    """
+    try:
+        schedule = rotor_schedule(chain, max(0, int(allowance)), slots)
+    except NoSchedule as error:
+        raise Infeasible(str(error)) from error
+    if schedule.depth > _DEPTH:
+        raise Infeasible(f"groups would be {schedule.depth} deep, {_DEPTH} at most")
+    return schedule
 
 
 def policy_of(choice: Choice, input_name: str = "") -> Policy:
@@ -225,8 +301,8 @@ def runs_of(
       policies: per stage, the policy of each of its options.
 
     Example:
-      >>> items = (Checkpointed((Stage(0), Stage(1))), Checkpointed((Stage(2), Stage(3))),
-      ...          Stage(4, 1), Stage(5, 1))
+      >>> items = (Checkpointed((Stage(0), Stage(1))),
+      ...          Checkpointed((Stage(2), Stage(3))), Stage(4, 1), Stage(5, 1))
       >>> print(LayerPlan(runs_of(items, 6 * [[NONE, Policy(save=("hidden",))]])))
       2x2xnone+2xsave:hidden
     """

@@ -9,12 +9,12 @@ No JAX here.
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxckpt.layers import LayerPlan, layer_plan, parse_layers
+from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.policies import Policy, PolicyError
 
 VERSION = 1
@@ -108,7 +108,7 @@ class Plan:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "is no text"
             raise PlanFileError(f"{path}: {reason}") from error
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise PlanFileError(f"{path} is no JSON: {error}") from error
         return cls.from_json(data, str(path))
 
@@ -117,7 +117,7 @@ class Plan:
         """Checks and reads the JSON data of a plan."""
         if not isinstance(data, dict) or "layer_plan" not in data:
             raise PlanFileError(f"{origin} is no plan: it has no layer_plan")
-        if data.get("version") != VERSION:
+        if data.get("version") is True or data.get("version") != VERSION:
             raise PlanFileError(
                 f"{origin} is of version {data.get('version')} and this jaxckpt reads "
                 f"{VERSION}; plan again"
@@ -129,13 +129,17 @@ class Plan:
         unknown = sorted(set(data) - set(fields))
         if unknown:
             raise PlanFileError(f"{origin} has a field {unknown[0]!r} that no plan has")
-        for name, kind in _KINDS.items():
-            if not isinstance(data[name], kind) or isinstance(data[name], bool):
+        for name, is_valid in _VALID.items():
+            if not is_valid(data[name]):
                 raise PlanFileError(f"{origin}: {name} is {data[name]!r}")
-        parse_layers(data["layer_plan"])
         lists = {name: tuple(data[name]) for name in ("values", "starts")}
         plan = cls(**data | lists)
-        _ = plan.layers
+        try:
+            layers = plan.layers
+        except PolicyError as error:
+            raise PlanFileError(f"{origin}: {error}") from error
+        if plan.starts and len(plan.starts) != layers.num_layers:
+            raise PlanFileError(f"{origin}: starts is {data['starts']!r}")
         return plan
 
     def check_values(self, found: Iterable[Any]) -> None:
@@ -163,20 +167,51 @@ class Plan:
                 )
 
 
-_KINDS = {
-    "layer_plan": str,
-    "num_layers": int,
-    "budget_bytes": int,
-    "target": str,
-    "mesh": str,
-    "model": str,
-    "predicted": dict,
-    "compiled": dict,
-    "recompute_fraction": (int, float),
-    "lower_bound": dict,
-    "solver": dict,
-    "compiles": int,
-    "values": list,
-    "starts": list,
-    "fingerprint": str,
+def _is_count(number: Any, least: int = 0) -> bool:
+    return type(number) is int and number >= least
+
+
+def _is_number(number: Any) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool)
+
+
+def _are_values(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and isinstance(value.get("dtype"), str)
+        and isinstance(value.get("shape"), list)
+        for value in values
+    )
+
+
+def _are_starts(starts: Any) -> bool:
+    return isinstance(starts, list) and (
+        not starts
+        or (
+            all(map(_is_count, starts))
+            and starts[0] == 0
+            and starts == sorted(set(starts))
+        )
+    )
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        ("layer_plan", "target", "mesh", "model", "fingerprint"),
+        lambda value: isinstance(value, str),
+    ),
+    **dict.fromkeys(
+        ("predicted", "compiled", "lower_bound", "solver"),
+        lambda value: isinstance(value, dict),
+    ),
+    **dict.fromkeys(("budget_bytes", "compiles"), _is_count),
+    "num_layers": lambda value: _is_count(value, 1),
+    **dict.fromkeys(
+        ("batch_size", "sequence_length"),
+        lambda value: value is None or _is_count(value, 1),
+    ),
+    "recompute_fraction": _is_number,
+    "values": _are_values,
+    "starts": _are_starts,
 }

@@ -8,8 +8,10 @@ budget, the cheapest is the answer; one over it never is.
 No JAX here: the model and the compiler are handed in.
 """
 
+import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ Compile = Callable[[str], dict[str, Any]]
 
 MAX_COMPILES = 5
 _USED = 0.985  # of a budget: no more compiles are spent on the rest
+_FAR = 1.03  # times the budget: over by more than a correction should leave
 
 
 class PlanError(RuntimeError):
@@ -79,8 +82,9 @@ class Model(Protocol):
         """
         ...
 
-    def least(self) -> Proposal:
-        """The proposal of least memory."""
+    def smallest(self) -> Sequence[Proposal]:
+        """Proposals of little memory and different shape, at least one: what to try
+        where the compiler needs much more than the model says."""
         ...
 
     def lower_bound(self, allowance: float) -> float:
@@ -180,8 +184,7 @@ class _Search:
         check_static(self.model.static, self.budget)
         allowance = float(self.budget - self.model.fixed_bytes)
         while len(self.tried) < self.max_compiles:
-            last = len(self.tried) == self.max_compiles - 1
-            proposal = self._next(allowance, cautious=last and not self._fitting())
+            proposal = self._next(allowance)
             if proposal is None:
                 break
             self._try(proposal)
@@ -201,14 +204,26 @@ class _Search:
             gap=self.model.gap,
         )
 
-    def _next(self, allowance: float, *, cautious: bool) -> Proposal | None:
-        """The best proposal not compiled yet for an allowance, or the least of all."""
+    def _next(self, allowance: float) -> Proposal | None:
+        """The best proposal not compiled yet for an allowance, or a small one."""
         self.progress("solving")
         start = time.perf_counter()
         try:
-            return self._least() if cautious else self._propose(allowance)
+            if self._is_lost():
+                return self._small(allowance)
+            return self._propose(allowance)
         finally:
             self.seconds += time.perf_counter() - start
+
+    def _is_lost(self) -> bool:
+        """Nothing fits, and one compile is left or a corrected model is far off."""
+        if self._fitting():
+            return False
+        if len(self.tried) >= self.max_compiles - 1:
+            return True
+        return len(self.tried) > 1 and (
+            self.tried[-1].compiled_bytes > _FAR * self.budget
+        )
 
     def _propose(self, allowance: float) -> Proposal | None:
         done = {one.proposal.layer_plan for one in self.tried}
@@ -217,17 +232,33 @@ class _Search:
             try:
                 proposal = self.model.propose(allowance)
             except Infeasible:
-                return self._least() if best is None else None
+                return self._small(allowance)
             if best is not None and proposal.cost >= best:
-                return None  # what is found already is as good
+                return self._small(allowance)  # what is found already is as good
             if proposal.layer_plan not in done:
                 return proposal
             allowance = min(allowance - 0.002 * self.budget, proposal.memory - 1)
 
-    def _least(self) -> Proposal | None:
-        least = self.model.least()
+    def _small(self, allowance: float) -> Proposal | None:
+        """Of the smallest not compiled yet and cheaper than what fits: the cheapest
+        that fits by the model, or else the one of least memory."""
         done = {one.proposal.layer_plan for one in self.tried}
-        return least if least.layer_plan not in done else None
+        best = min((one.proposal.cost for one in self._fitting()), default=math.inf)
+        small = [
+            one
+            for one in self.smallest
+            if one.layer_plan not in done and one.cost < best * (1 - 1e-9)
+        ]
+
+        def order(one: Proposal):
+            fits = one.memory <= allowance
+            return (0, one.cost, one.memory) if fits else (1, one.memory, one.cost)
+
+        return min(small, key=order, default=None)
+
+    @functools.cached_property
+    def smallest(self) -> Sequence[Proposal]:
+        return self.model.smallest()
 
     def _try(self, proposal: Proposal) -> None:
         text = proposal.layer_plan
@@ -252,8 +283,8 @@ class _Search:
     def _allowance(self) -> float:
         """How much of the model's memory the budget leaves, by what was compiled.
 
-        Between a candidate that fits and one that does not, compiled bytes are taken
-        as linear in the model's; outside, as the model's plus a constant.
+        Compiled bytes are taken as linear in the model's between a candidate that fits
+        and one that does not, and beyond the last two by their slope.
         """
         above = [one for one in self.tried if one.compiled_bytes > self.budget]
         high = min(above, key=lambda one: one.proposal.memory, default=None)
@@ -266,8 +297,19 @@ class _Search:
             return min(low.proposal.memory + share * width, high.proposal.memory - 1)
         near = high or low
         assert near is not None  # something was compiled
-        allowance = near.proposal.memory + self.budget - near.compiled_bytes
+        room = (self.budget - near.compiled_bytes) / self._slope()
+        allowance = near.proposal.memory + room
         return min(allowance, high.proposal.memory - 1) if high else allowance
+
+    def _slope(self) -> float:
+        """Compiled bytes per byte of the model, by the last two candidates."""
+        if len(self.tried) < 2:
+            return 1.0
+        one, other = self.tried[-2:]
+        apart = other.proposal.memory - one.proposal.memory
+        if not apart:
+            return 1.0
+        return min(2.0, max(0.5, (other.compiled_bytes - one.compiled_bytes) / apart))
 
     def _fitting(self) -> list[Candidate]:
         return [one for one in self.tried if one.compiled_bytes <= self.budget]
@@ -276,7 +318,8 @@ class _Search:
         if candidate.compiled_bytes > self.budget:
             return False
         nothing_left = candidate.proposal.cost <= self.model.cheapest * (1 + 1e-9)
-        return nothing_left or candidate.compiled_bytes >= _USED * self.budget
+        used = candidate.compiled_bytes >= _USED * self.budget
+        return nothing_left or (used and self._small(math.inf) is None)
 
     def _shortfall(self) -> str:
         least = min(self.tried, key=lambda one: one.compiled_bytes)

@@ -6,28 +6,31 @@ rotor's recurrence picks options and nested segments for the whole chain at once
 No JAX here.
 """
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxckpt.layers import LayerPlan
+from jaxckpt.layers import LayerPlan, sqrt_group
 from jaxckpt.planner.frontier import hull
-from jaxckpt.planner.layer_stack import policy_of, runs_of
+from jaxckpt.planner.layer_stack import grouped, policy_of, runs_of, shallow_schedule
 from jaxckpt.planner.search import Proposal
 from jaxckpt.planner.solve import Choice, Infeasible
 from jaxckpt.policies import NONE, Policy
 from jaxckpt.schedules import (
     Chain,
-    NoSchedule,
+    Item,
     Option,
     Schedule,
+    Stage,
     StageCosts,
     least_memory,
-    rotor_schedule,
 )
 from jaxckpt.schedules.simulate import simulate
+from jaxckpt.schedules.tree import stages_of
 
 _OPTIONS = 6  # of a stage's frontier
+_FULL = 1  # of a stage's options; the first is "none"
 _SLOTS = 300
 
 
@@ -37,6 +40,7 @@ class StageModel:
 
     Attributes:
       choices: its frontier; of a loop, of one iteration.
+      full: keeping nothing; of a loop, of one iteration.
       all_bytes: what it keeps without checkpointing; of one iteration.
       output_bytes: what later stages read of it.
       iterations: of a loop; 1 for anything else.
@@ -45,6 +49,7 @@ class StageModel:
     """
 
     choices: Sequence[Choice]
+    full: Choice
     all_bytes: int
     output_bytes: int
     iterations: int
@@ -54,19 +59,25 @@ class StageModel:
 
     @functools.cached_property
     def options(self) -> tuple[tuple[Policy, Option, int], ...]:
-        """Policies to choose from, with their costs and the FLOPs they run again."""
+        """Policies to choose from, with their costs and the FLOPs they run again:
+        ``none``, ``full`` and some of the frontier."""
         best = set(hull([(one.saved_bytes, one.cost) for one in self.choices]))
         usable = [one for one in self.choices if (one.saved_bytes, one.cost) in best]
         step = -(-len(usable) // _OPTIONS)
         found = [
             (NONE, self._option(self.iterations * self.all_bytes, 0, 0.0), 0),
         ]
-        for choice in usable[:: max(1, step)]:
+        frontier = [one for one in usable[:: max(1, step)] if one.save]
+        for choice in (self.full, *frontier):
             kept = self.iterations * (choice.saved_bytes + self.carry_bytes)
             cost = self.iterations * choice.cost
             option = self._option(kept, choice.working_bytes, cost)
             found.append((policy_of(choice), option, self.iterations * choice.flops))
         return tuple(found)
+
+    def again(self, option: int) -> float:
+        """Seconds that an option runs again."""
+        return self.options[option][1].backward - 2 * self.forward_seconds
 
     def _option(self, kept: int, working: int, cost: float) -> Option:
         return Option(
@@ -122,20 +133,25 @@ class StageChain:
         return Chain(tuple(known[id(stage)] for stage in self.stages))
 
     def propose(self, allowance: float) -> Proposal:
-        try:
-            schedule = rotor_schedule(self.chain, max(0, int(allowance)), _SLOTS)
-        except NoSchedule as error:
-            raise Infeasible(str(error)) from error
-        return self._proposal(schedule)
+        return self._proposal(shallow_schedule(self.chain, allowance, _SLOTS))
 
-    def least(self) -> Proposal:
+    def smallest(self) -> list[Proposal]:
+        """Every stage under ``full``, groups of them or of ``none``, and rotor's least.
+
+        Rotor's is the least of the model. XLA often needs more for groups in groups
+        than for one level of them, or for none.
+        """
+        flat = [Stage(index, _FULL) for index in range(len(self.stages))]
+        plain = [Stage(index) for index in range(len(flat))]
+        found = [self._proposal(Schedule(tuple(flat)))]
+        for size in sorted({2, sqrt_group(len(flat))} - {1}):
+            for inner in (flat, plain):
+                found.append(self._proposal(grouped(inner, size)))
         memory = least_memory(self.chain)
-        for extra in (0.02, 0.1, 0.5, 2.0):  # slots round up
-            try:
-                return self.propose(memory * (1 + extra) + 1)
-            except Infeasible:
-                continue
-        raise Infeasible("no schedule of least memory was found")
+        for more in (1.02, 1.1, 1.3, 1.6, 2.0):  # slots round up; not too deep
+            with contextlib.suppress(Infeasible):
+                return [*found, self.propose(memory * more + 1)]
+        return found
 
     def lower_bound(self, allowance: float) -> float:
         """Rotor is exact, so it is its own bound."""
@@ -145,20 +161,36 @@ class StageChain:
             return 0.0
 
     def _proposal(self, schedule: Schedule) -> Proposal:
-        simulated = simulate(schedule, self.chain)
-        plain = sum(3 * stage.forward_seconds for stage in self.stages)
-        flops = sum(
-            (runs - 1) * stage.forward_flops
-            for runs, stage in zip(simulated.forward_runs, self.stages, strict=True)
-        )
-        for placed in schedule.stages():
-            flops += self.stages[placed.index].options[placed.option][2]
+        cost, flops = self._again(schedule.items, in_group=False)
         return Proposal(
             layer_plan=str(LayerPlan(self._runs(schedule))),
-            memory=float(simulated.peak),
-            cost=max(0.0, simulated.time - plain * (1 + 1e-9)),
+            memory=float(simulate(schedule, self.chain).peak),
+            cost=cost,
             flops=flops,
         )
+
+    def _again(self, items: Sequence[Item], *, in_group: bool) -> tuple[float, int]:
+        """Seconds and FLOPs of what runs again.
+
+        Less than rotor counts: of the last stage of a group only what its backward
+        step reads is made again, once; what a nested last group gives, not at all.
+        """
+        seconds, flops = 0.0, 0
+        for item in items:
+            ends_group = in_group and item is items[-1]
+            if isinstance(item, Stage):
+                stage = self.stages[item.index]
+                option = _FULL if ends_group else item.option
+                seconds += stage.again(option)
+                flops += stage.options[option][2]
+            else:
+                inner = self._again(item.items, in_group=True)
+                seconds, flops = seconds + inner[0], flops + inner[1]
+            if in_group and not ends_group:
+                for one in stages_of((item,)):
+                    seconds += self.stages[one.index].forward_seconds
+                    flops += self.stages[one.index].forward_flops
+        return seconds, flops
 
     def _runs(self, schedule: Schedule):
         policies = [[policy for policy, _, _ in stage.options] for stage in self.stages]

@@ -21,7 +21,7 @@ def _normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
 
 
 def vision_transformer() -> Made:
-    """Four ViT blocks of 8 images, 64 patches each; Linen (arXiv 2010.11929)."""
+    """Two ViT blocks of 8 images, 64 patches each; Linen (arXiv 2010.11929)."""
 
     class Block(nn.Module):
         @nn.compact
@@ -37,7 +37,7 @@ def vision_transformer() -> Made:
             patches = nn.Conv(64, (4, 4), strides=(4, 4))(images)
             x = patches.reshape(len(images), -1, 64)
             x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
-            for _ in range(4):
+            for _ in range(2):
                 x = Block()(x)
             return nn.Dense(10)(nn.LayerNorm()(x).mean(axis=1))
 
@@ -53,7 +53,7 @@ def vision_transformer() -> Made:
 
 
 def mlp_mixer() -> Made:
-    """Four Mixer blocks of 16 images, 64 patches each; NNX (arXiv 2105.01601)."""
+    """Three Mixer blocks of 16 images, 64 patches each; NNX (arXiv 2105.01601)."""
 
     class Mlp(nnx.Module):
         def __init__(self, size: int, hidden: int, rngs: nnx.Rngs):
@@ -76,7 +76,7 @@ def mlp_mixer() -> Made:
 
     class Mixer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
-            self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+            self.blocks = nnx.List([Block(rngs) for _ in range(3)])
             self.head = nnx.Linear(64, 10, rngs=rngs)
 
         def __call__(self, x):
@@ -95,7 +95,7 @@ def mlp_mixer() -> Made:
 
 
 def resnet_stage() -> Made:
-    """Four residual blocks with batch norm; plain JAX (arXiv 1512.03385)."""
+    """Three residual blocks with batch norm; plain JAX (arXiv 1512.03385)."""
 
     def conv(x, kernel):
         layout = ("NHWC", "HWIO", "NHWC")
@@ -123,7 +123,7 @@ def resnet_stage() -> Made:
             "norm1": (jnp.ones(16), jnp.zeros(16)),
             "norm2": (jnp.ones(16), jnp.zeros(16)),
         }
-        for i in range(4)
+        for i in range(3)
     ]
     return loss, (weights, _normal(9, 8, 24, 24, 16))
 
@@ -262,7 +262,7 @@ def diffusion_step() -> Made:
             angle = time[:, None] * jnp.exp(-jnp.arange(16) / 2.0)
             time = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
             x = nn.Conv(32, (3, 3))(x)
-            for _ in range(3):
+            for _ in range(2):
                 x = Block()(x, text, time)
             return nn.Conv(4, (3, 3))(x)
 

@@ -204,9 +204,7 @@ def test_mix_against_all_stacks_of_two_runs(seed, layers, count, room, host):
     assert fits(stack)
     assert got.cost == cost(stack) == least
     assert got.memory == walk(stack)
-    assert got.memory == min(
-        walk(one) for one in possible if cost(one) == least
-    )
+    assert got.memory == min(walk(one) for one in possible if cost(one) == least)
     assert got.flops == sum(one.flops for one in stack)
     assert [one for one, _ in got.parts] == [one for one, _ in itertools.groupby(stack)]
 
