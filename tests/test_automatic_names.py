@@ -129,13 +129,16 @@ def test_a_stack_has_the_names_of_its_layer(scan, assert_same):
     assert found(functools.partial(run, policy), weights) == names
     assert count_flops(jax.grad(functools.partial(run, policy)), weights).recompute == 0
     got, want = (
-        jax.grad(functools.partial(run, plan))(weights) for plan in (policy, "none")
+        jax.jit(jax.grad(functools.partial(run, plan)))(weights)
+        for plan in (policy, "none")
     )
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("preset, dropout", [("tiny", 0.1), ("gpt2-124m", 0.0)])
-def test_the_shipped_stack_has_the_names_of_its_block(preset, dropout):
+@pytest.mark.parametrize(
+    "preset, dropout, scan", [("tiny", 0.1, True), ("gpt2-124m", 0.0, False)]
+)
+def test_the_shipped_stack_has_the_names_of_its_block(preset, dropout, scan):
     config = model_config(
         preset,
         num_layers=2,
@@ -164,18 +167,17 @@ def test_the_shipped_stack_has_the_names_of_its_block(preset, dropout):
             assert names[name] == (value.shape, value.dtype)
 
     policy = f"save:{','.join(names)}"
-    for scan in (True, False):
 
-        def run(plan, params, scan=scan):
-            model = Stack(functools.partial(Block, config), 2, plan, scan)
-            return model.apply(params, x, not dropout, rngs={"dropout": key})
+    def run(plan, params):
+        model = Stack(functools.partial(Block, config), 2, plan, scan)
+        return model.apply(params, x, not dropout, rngs={"dropout": key})
 
-        model = Stack(functools.partial(Block, config), 2, "none", scan)
-        params = nn.meta.unbox(model.init(jax.random.key(0), x))
-        assert found(functools.partial(run, policy), params) == names
+    model = Stack(functools.partial(Block, config), 2, "none", scan)
+    params = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), x))
+    assert found(functools.partial(run, policy), params) == names
 
 
-@pytest.mark.parametrize("policy", ["tanh.0", "dot_general.0,tanh.0", "add.0"])
+@pytest.mark.parametrize("policy", ["dot_general.0,tanh.0", "add.0"])
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_linen_stack_trains_as_before(policy, scan, assert_same):
     params = Stack(_Dense, 2, "none", scan).init(jax.random.key(0), X)

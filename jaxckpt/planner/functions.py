@@ -322,13 +322,13 @@ def _stage_model(stage: Stage, site: _Site) -> tuple[StageModel, list[dict]]:
         iterations = equation.params["length"]
         function = loop_body(equation)
         jaxpr = compat.inner_jaxpr(equation.params["jaxpr"])
-        inputs = [one.aval for one in jaxpr.invars]
+        inputs: list[Any] = [one.aval for one in jaxpr.invars]
         constants, carried = compat.scan_counts(equation)
         carry = sum(map(aval_bytes, inputs[constants : constants + carried]))
     else:
         function = jex_core.jaxpr_as_fun(stage.closed())
         inputs = [one.aval for one in stage.reads]
-    arrays = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in inputs]
+    arrays: list[Any] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
     graph = site.graph(function, *arrays)
     operations = graph.operations
     model = StageModel(

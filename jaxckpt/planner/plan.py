@@ -133,7 +133,7 @@ class Plan:
             if not is_valid(data[name]):
                 raise PlanFileError(f"{origin}: {name} is {data[name]!r}")
         lists = {name: tuple(data[name]) for name in ("values", "starts")}
-        plan = cls(**data | lists)
+        plan = cls(**{**data, **lists})
         try:
             layers = plan.layers
         except PolicyError as error:

@@ -130,13 +130,13 @@ def transformer_block(preset, dtype, dropout):
 )
 def test_the_shipped_block_is_exact(preset, dtype, dropout):
     fn, *args = transformer_block(preset, dtype, dropout)
-    for promised, real, save in compare(fn, args, budgets=3, others=1):
+    for promised, real, save in compare(fn, args, budgets=2, others=1):
         assert promised == real, save
 
 
 def test_random_programs_are_exact():
     x = jnp.full((8, 8), 0.3)
-    for seed in (*range(8), 98):  # 98: a scan whose results share a name
+    for seed in (*range(6), 33):  # 33: a scan whose results share a name
         fn = random_program(seed)
         for promised, real, save in compare(fn, (x, jnp.eye(8)), budgets=3, others=2):
             assert promised == real, (seed, save)
@@ -178,7 +178,7 @@ def mesh():
 
 
 def mlp(x, w, v):
-    return x + jnp.tanh(x @ w) @ v
+    return x + jnp.sin(jnp.tanh(x @ w) @ v)
 
 
 def looped(x, w, v):
@@ -192,7 +192,9 @@ def test_bytes_are_those_of_one_device(mesh, fn, times):
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     graph = block_graph(fn, *args, kind=H100, shardings=shardings)
     assert graph.values["tanh.0"].nbytes == times * 16 * 32 * 4 // 8
-    for save in (("tanh.0",), ("dot_general.0",), ("dot_general.0", "tanh.0")):
+    # Without a constraint XLA may cut dot_general.1 in the loop otherwise, as it likes.
+    names = ("tanh.0", "dot_general.0") if fn is looped else ("tanh.0", "dot_general.1")
+    for save in ((names[0],), (names[1],), names):
         kept = remat(fn, Policy(save=save))
         found = block_residuals(
             lambda args, kept=kept: kept(*args),
