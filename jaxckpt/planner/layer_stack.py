@@ -17,7 +17,7 @@ from jaxckpt.layers import LayerPlan, Run
 from jaxckpt.planner.frontier import Mix, frontier, mix, stack_bound
 from jaxckpt.planner.search import Proposal
 from jaxckpt.planner.solve import Choice, Infeasible, Link, Operation
-from jaxckpt.policies import FULL, NONE, Policy
+from jaxckpt.policies import FULL, Policy
 from jaxckpt.schedules import (
     Chain,
     Checkpointed,
@@ -28,6 +28,7 @@ from jaxckpt.schedules import (
     StageCosts,
     rotor_schedule,
 )
+from jaxckpt.schedules.runs import runs_of
 from jaxckpt.schedules.simulate import simulate
 
 _OPTIONS = 6  # of the frontier, given to rotor
@@ -290,32 +291,3 @@ def policy_of(choice: Choice, input_name: str = "") -> Policy:
         return FULL
     return Policy(save=save, offload=choice.offload)
 
-
-def runs_of(
-    items: Sequence[Stage | Checkpointed], policies: Sequence[Sequence[Policy]]
-) -> tuple[Run, ...]:
-    """A schedule's tree as the runs of a layer plan, equal neighbours joined.
-
-    Args:
-      items: of a `jaxckpt.schedules.Schedule`.
-      policies: per stage, the policy of each of its options.
-
-    Example:
-      >>> items = (Checkpointed((Stage(0), Stage(1))),
-      ...          Checkpointed((Stage(2), Stage(3))), Stage(4, 1), Stage(5, 1))
-      >>> print(LayerPlan(runs_of(items, 6 * [[NONE, Policy(save=("hidden",))]])))
-      2x2xnone+2xsave:hidden
-    """
-    runs: list[Run] = []
-    for item in items:
-        if isinstance(item, Stage):
-            run = Run(1, policies[item.index][item.option])
-        else:
-            inner = runs_of(item.items, policies)
-            alone = len(inner) == 1 and inner[0] == Run(1, NONE)
-            run = Run(1, FULL if alone else inner)
-        if runs and runs[-1].body == run.body:
-            runs[-1] = Run(runs[-1].count + 1, run.body)
-        else:
-            runs.append(run)
-    return tuple(runs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jaxckpt.layers import LayerPlan, sqrt_group
 from jaxckpt.planner.frontier import hull
-from jaxckpt.planner.layer_stack import grouped, policy_of, runs_of, shallow_schedule
+from jaxckpt.planner.layer_stack import grouped, policy_of, shallow_schedule
 from jaxckpt.planner.search import Proposal
 from jaxckpt.planner.solve import Choice, Infeasible
 from jaxckpt.policies import NONE, Policy
@@ -26,6 +26,7 @@ from jaxckpt.schedules import (
     StageCosts,
     least_memory,
 )
+from jaxckpt.schedules.runs import runs_of
 from jaxckpt.schedules.simulate import simulate
 from jaxckpt.schedules.tree import stages_of
 

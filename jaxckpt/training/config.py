@@ -13,10 +13,12 @@ import tyro
 from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.models.dialects import translate
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
-from jaxckpt.policies import is_automatic, nearest, unknown_names
+from jaxckpt.policies import is_automatic, unknown_names
+from jaxckpt.training.mesh_sizes import MESH_AXES, parse_mesh
+from jaxckpt.training.mesh_sizes import resolve_mesh as resolve_mesh
+from jaxckpt.training.policy_schedule import Schedule, parse_schedule
 from jaxckpt.units import parse_bytes
 
-MESH_AXES = ("data", "fsdp", "tensor")
 AUTO = "auto"  # the policy that the planner finds
 
 
@@ -33,6 +35,11 @@ class TrainConfig:
     cheapest within --memory-budget."""
     plan: str = ""
     """A plan of python -m jaxckpt.plan, in place of a policy."""
+    policy_schedule: str = ""
+    """Policies in turn, in place of one: from which step, such as
+    0:dots_saveable,1000:full; or by a rule, auto:loss:full,dots_saveable (more saved
+    values as the loss converges) or auto:headroom:full,dots_saveable (as there is
+    room)."""
     memory_budget: str = ""
     """With --policy=auto: device memory that a step may take, 14GiB or 80%. Default:
     no remat while that fits in 80 % of the device (85 % below 7 B parameters), else a
@@ -119,13 +126,27 @@ class TrainConfig:
             raise ConfigError("--memory-budget needs --policy=auto")
         if self.memory_budget and not self.memory_budget.strip().endswith("%"):
             parse_bytes(self.memory_budget)
+        if self.policy_schedule and (self.plan or self.policy != "none"):
+            other = "--plan" if self.plan else f"--policy={self.policy}"
+            raise ConfigError(f"--policy-schedule is in place of {other}; give one")
         if self.policy == AUTO:
             return
-        unknown = {name for policy in self.layers.policies() for name in policy.names}
+        for policy in self.schedule.policies:
+            self._check_names(self._layers_of(policy))
+
+    def _check_names(self, layers: LayerPlan) -> None:
+        unknown = {name for policy in layers.policies() for name in policy.names}
         unknown -= set(self.architecture.value_names)
         unknown = {name for name in unknown if not is_automatic(name)}
         if unknown:
             raise unknown_names(unknown, self.architecture.value_names)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The policies of the run; most have one, for all steps."""
+        if self.policy_schedule:
+            return parse_schedule(self.policy_schedule)
+        return Schedule((self.policy,))
 
     @property
     def layers(self) -> LayerPlan:
@@ -134,8 +155,11 @@ class TrainConfig:
         Raises:
           PolicyError: ``auto``, which is planned first.
         """
+        return self._layers_of(self.policy)
+
+    def _layers_of(self, policy: str) -> LayerPlan:
         model = self.architecture
-        text = translate(self.policy, model.value_names, model.num_layers)
+        text = translate(policy, model.value_names, model.num_layers)
         return layer_plan(text, model.num_layers)
 
     @property
@@ -174,51 +198,6 @@ _NOT_NEGATIVE = (
     "peak_learning_rate",
     "seed",
 )
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Reads ``data:2,fsdp:4``; empty text gives an empty dict.
-
-    Raises:
-      ConfigError: an unknown axis, one given twice, or a size below 1.
-
-    Example:
-      >>> parse_mesh("fsdp:4,tensor:2")
-      {'fsdp': 4, 'tensor': 2}
-    """
-    sizes: dict[str, int] = {}
-    for part in text.split(",") if text.strip() else ():
-        axis, _, size = (piece.strip() for piece in part.partition(":"))
-        if axis not in MESH_AXES:
-            raise ConfigError(
-                f"--mesh={text}: unknown axis {axis!r}.{nearest(axis, MESH_AXES)} "
-                f"Known: {', '.join(MESH_AXES)}"
-            )
-        if axis in sizes:
-            raise ConfigError(f"--mesh={text}: {axis} is given twice")
-        if not size.isdecimal() or int(size) < 1:
-            raise ConfigError(
-                f"--mesh={text}: {axis} needs a number of devices, as in {axis}:2"
-            )
-        sizes[axis] = int(size)
-    return sizes
-
-
-def resolve_mesh(text: str, num_devices: int) -> dict[str, int]:
-    """Mesh sizes for the devices there are; no text puts all of them on fsdp.
-
-    Raises:
-      ConfigError: the mesh does not hold just as many.
-    """
-    sizes = parse_mesh(text) or {"fsdp": num_devices}
-    needed = math.prod(sizes.values())
-    if needed != num_devices:
-        raise ConfigError(
-            f"--mesh={text} needs {needed} devices and there are {num_devices}; "
-            f"--virtual-devices={needed} makes that many of a CPU (in a report, "
-            "--target=cpu)"
-        )
-    return sizes
 
 
 def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:

@@ -1,13 +1,19 @@
-"""AdamW with linear warm-up, cosine decay and global-norm clipping."""
+"""AdamW with linear warm-up, cosine decay and global-norm clipping; loss scaling."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxckpt.training.config import TrainConfig
 
 _DECAYED = ("kernel", "embedding", "position_embedding", "lm_head")
+
+# Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the start is
+# that of flax.training.dynamic_scale and of PyTorch's GradScaler.
+_FIRST_SCALE, _GOOD_STEPS = 2.0**16, 2000
+SMALLEST_SCALE = 2.0**-14
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
@@ -45,3 +51,36 @@ def _decay_mask(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key in _DECAYED, params
     )
+
+
+def needs_loss_scale(config: TrainConfig) -> bool:
+    """Whether gradients may fall below the smallest number of the compute dtype."""
+    return jnp.dtype(config.architecture.compute_dtype) == jnp.float16
+
+
+def first_loss_scale() -> dict[str, jax.Array]:
+    """What a run with loss scaling keeps in its state, of no parameter's shape.
+
+    ``scale`` multiplies the mean loss of a step, ``good_steps`` were done since it
+    last changed, and ``skipped_steps`` had a gradient that was not finite.
+    """
+    return {
+        "scale": jnp.float32(_FIRST_SCALE),
+        "good_steps": jnp.int32(0),
+        "skipped_steps": jnp.int32(0),
+    }
+
+
+def next_loss_scale(
+    loss_scale: dict[str, jax.Array], finite: jax.Array
+) -> dict[str, jax.Array]:
+    """Doubles the scale after enough good steps, halves it after a skipped one."""
+    scale, good = loss_scale["scale"], loss_scale["good_steps"] + 1
+    grown = good >= _GOOD_STEPS
+    larger = jnp.where(grown, 2 * scale, scale)
+    smaller = jnp.maximum(scale / 2, SMALLEST_SCALE)
+    return {
+        "scale": jnp.where(finite, larger, smaller),
+        "good_steps": jnp.where(finite & ~grown, good, 0),
+        "skipped_steps": loss_scale["skipped_steps"] + ~finite,
+    }

@@ -27,7 +27,7 @@ def vision_transformer() -> Made:
         @nn.compact
         def __call__(self, x):
             y = nn.LayerNorm()(x)
-            x = x + nn.MultiHeadDotProductAttention(num_heads=4)(y, y)
+            x = x + nn.MultiHeadDotProductAttention(4, use_bias=False)(y, y)
             y = nn.Dense(256)(nn.LayerNorm()(x))
             return x + nn.Dense(64)(nn.gelu(y))
 
@@ -252,7 +252,8 @@ def diffusion_step() -> Made:
             x = x + nn.Conv(32, (3, 3))(nn.swish(nn.GroupNorm(8)(y)))
             tokens = x.reshape(len(x), -1, 32)
             y = nn.LayerNorm()(tokens)
-            tokens = tokens + nn.MultiHeadDotProductAttention(num_heads=2)(y, text)
+            attention = nn.MultiHeadDotProductAttention(2, use_bias=False)
+            tokens = tokens + attention(y, text)
             y = nn.Dense(128)(nn.LayerNorm()(tokens))
             return (tokens + nn.Dense(32)(nn.gelu(y))).reshape(x.shape)
 

@@ -1,4 +1,4 @@
-"""``revolve:S`` as a policy: JAX runs just as many layers forward as the schedule says."""
+"""``revolve:S`` as a policy: JAX runs layers forward just as often as the schedule."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,226 @@
+"""Policy schedules: another policy from some step on, or by a rule. No JAX here.
+
+By step, counted in optimizer steps done before:
+  ``0:save:context,out_proj,1000:every:4,2000:2xnone+2xfull``
+By a rule, between policies listed from the fewest saved values to the most:
+  ``auto:loss:nothing_saveable,dots_saveable``      by how fast the loss falls
+  ``auto:headroom:nothing_saveable,dots_saveable``  by the memory that is free
+
+Every host decides alone and all decide the same: steps and the global loss are
+the same everywhere (headroom is not, and is for one host).
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxckpt.layers import parse_layers
+from jaxckpt.models.dialects import FORMS
+from jaxckpt.models.presets import ConfigError
+from jaxckpt.policies import PolicyError, nearest
+
+RULES = ("loss", "headroom")
+_FLAG = "--policy-schedule"
+_SYSTEMS = tuple({form.partition(":")[0] + ":" for form in FORMS})
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which policies a run goes through.
+
+    Attributes:
+      entries: policies as written, in order.
+      starts: optimizer steps done when each takes over; empty under a rule.
+      rule: "loss" or "headroom"; empty by step.
+    """
+
+    entries: tuple[str, ...]
+    starts: tuple[int, ...] = (0,)
+    rule: str = ""
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Each policy once."""
+        return tuple(dict.fromkeys(self.entries))
+
+    @property
+    def switches(self) -> tuple[tuple[str, str], ...]:
+        """The pairs of policies that the run may go between."""
+        if self.rule:
+            return tuple(itertools.permutations(self.policies, 2))
+        pairs = dict.fromkeys(itertools.pairwise(self.entries))
+        return tuple((old, new) for old, new in pairs if old != new)
+
+    def up_to(self, steps: int) -> "Schedule":
+        """Without the entries that a run of so many steps never reaches."""
+        reached = tuple(start for start in self.starts if start < max(steps, 1))
+        if self.rule:
+            return self
+        return Schedule(self.entries[: len(reached)], reached)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Reads a schedule; the policies themselves are not checked here.
+
+    Raises:
+      ConfigError: no step 0, steps out of order, an unknown rule, no policy.
+
+    Example:
+      >>> parse_schedule("0:save:context,out_proj,100:full").entries
+      ('save:context,out_proj', 'full')
+      >>> parse_schedule("auto:loss:full,save:context,out_proj,none").entries
+      ('full', 'save:context,out_proj', 'none')
+    """
+    text = text.strip()
+    if text.partition(":")[0].strip() == "auto":
+        return _parse_rule(text)
+    parts = re.split(r",(?=\s*-?\d+\s*:)", text)
+    starts, entries = [], []
+    for part in parts:
+        start, colon, policy = (piece.strip() for piece in part.partition(":"))
+        if not colon or not start.isdecimal() or not policy:
+            raise ConfigError(
+                f"{_FLAG}={text}: {part.strip()!r} is no STEP:POLICY; as in "
+                "0:dots_saveable,1000:full or auto:loss:full,dots_saveable"
+            )
+        if starts and int(start) <= starts[-1]:
+            raise ConfigError(
+                f"{_FLAG}={text}: steps are out of order, {start} comes after "
+                f"{starts[-1]}"
+            )
+        starts.append(int(start))
+        entries.append(policy)
+    if starts[0]:
+        raise ConfigError(
+            f"{_FLAG}={text}: starts at step {starts[0]}; the first entry is of step "
+            "0, as in 0:dots_saveable,..."
+        )
+    return Schedule(tuple(entries), tuple(starts))
+
+
+def _parse_rule(text: str) -> Schedule:
+    _, rule, policies = (piece.strip() for piece in (text + "::").split(":", 2))
+    policies = policies.rstrip(": ")
+    if rule not in RULES:
+        raise ConfigError(
+            f"{_FLAG}={text}: unknown rule {rule!r}.{nearest(rule, RULES)} Known: "
+            f"{', '.join(RULES)}"
+        )
+    entries: list[str] = []
+    for piece in policies.split(","):
+        if entries and not _is_policy(piece):  # one more name: save:context,out_proj
+            entries[-1] += f",{piece}"
+        else:
+            entries.append(piece.strip())
+    if len(set(entries)) < max(len(entries), 2):
+        raise ConfigError(
+            f"{_FLAG}={text}: needs two different policies to choose between, from "
+            f"the fewest saved values to the most, as in auto:{rule}:full,dots_saveable"
+        )
+    return Schedule(tuple(entries), (), rule)
+
+
+def _is_policy(text: str) -> bool:
+    try:
+        parse_layers(text)
+    except PolicyError:
+        return text.strip().startswith(_SYSTEMS)
+    return True
+
+
+class ByStep:
+    """The policy of the step; see `Schedule`."""
+
+    def __init__(self, schedule: Schedule):
+        self._schedule = schedule
+
+    def policy(self, step: int) -> str:
+        """The policy under which to go on when ``step`` steps are done."""
+        pairs = zip(self._schedule.starts, self._schedule.entries, strict=True)
+        return [policy for start, policy in pairs if start <= step][-1]
+
+    def observe(self, step: int, loss: float) -> None:
+        """Told the loss of each step, in order, numbered from 1."""
+
+
+class ByLoss:
+    """Fewer saved values while the loss falls fast, more when it converges.
+
+    Early in training, when gradients are noisy and memory is better spent on larger
+    batches, the first policy; late, when time is, the last. The mean loss of a window
+    of steps is set beside the one before it: a fall of more than ``FAST`` goes one
+    policy back, less than ``SLOW`` one on, and between the two nothing changes.
+    """
+
+    WINDOW, FAST, SLOW = 100, 0.05, 0.01
+
+    def __init__(self, schedule: Schedule, window: int = WINDOW):
+        self._policies, self._window = schedule.policies, window
+        self._index = 0
+        self._losses: list[float] = []
+        self._before: float | None = None
+
+    def policy(self, step: int) -> str:
+        del step
+        return self._policies[self._index]
+
+    def observe(self, step: int, loss: float) -> None:
+        self._losses.append(loss)
+        if step % self._window:
+            return
+        mean = sum(self._losses) / len(self._losses)
+        if self._before:
+            fall = 1 - mean / self._before
+            self._move((fall < self.SLOW) - (fall > self.FAST))
+        self._before, self._losses = mean, []
+
+    def _move(self, by: int) -> None:
+        self._index = min(max(self._index + by, 0), len(self._policies) - 1)
+
+
+class ByHeadroom:
+    """The last policy that fits into the memory which others leave on the device.
+
+    Args:
+      schedule: its policies, from the fewest saved values to the most.
+      needs: compiled bytes per device of each policy's step.
+      room: bytes that a step may take now, on the fullest device.
+      window: steps between looks at the room.
+
+    A policy must fit into ``ENTER`` of the room to be taken and is left above
+    ``LEAVE`` of it, so that a room that trembles switches nothing.
+    """
+
+    WINDOW, ENTER, LEAVE = 100, 0.8, 0.9
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        needs: Sequence[int],
+        room: Callable[[], int],
+        window: int = WINDOW,
+    ):
+        self._policies, self._needs = schedule.policies, tuple(needs)
+        self._room, self._window = room, window
+        room_now = room()
+        fitting = (i for i, need in enumerate(needs) if need <= self.ENTER * room_now)
+        self._index = max(fitting, default=0)
+
+    def policy(self, step: int) -> str:
+        del step
+        return self._policies[self._index]
+
+    def observe(self, step: int, loss: float) -> None:
+        del loss
+        if step % self._window:
+            return
+        room, index = self._room(), self._index
+        while index and self._needs[index] > self.LEAVE * room:
+            index -= 1
+        if index == self._index and index + 1 < len(self._needs):
+            index += self._needs[index + 1] <= self.ENTER * room
+        self._index = index
+
+
+Chooser = ByStep | ByLoss | ByHeadroom
