@@ -60,12 +60,13 @@ def _train(config: TrainConfig) -> None:
     config, mesh = prepared.config, prepared.placement.mesh
     kind = mesh.devices.flat[0].device_kind
     where = f"1 {kind} device"
+    policy = config.policy_schedule or config.policy
     if mesh.size > 1:
         sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1)
         where = f"{mesh.size} {kind} devices ({sizes})"
     say(
         f"{config.model}: {config.architecture.num_params / 1e6:,.2f} M parameters on "
-        f"{where}, policy {config.policy}, in {config.workdir}"
+        f"{where}, policy {policy}, in {config.workdir}"
     )
     result = train(config, prepared.placement, [prepared.attention], console)
     parts = []

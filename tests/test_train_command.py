@@ -174,10 +174,10 @@ def refused(tmp_path, monkeypatch, capsys):
     """``(*args) -> the one line of error``; fails if anything is compiled first."""
     from jaxckpt import train
 
-    def inspect_run(*args, **options):
+    def inspect_schedule(*args, **options):
         pytest.fail("got as far as compiling")
 
-    monkeypatch.setattr(loop, "inspect_run", inspect_run)
+    monkeypatch.setattr(loop, "inspect_schedule", inspect_schedule)
     monkeypatch.chdir(tmp_path)
 
     def run(*args) -> str:

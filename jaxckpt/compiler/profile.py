@@ -1,4 +1,4 @@
-"""Where a profiled step's time went, by phase: a profiler's trace joined with the program.
+"""Where a profiled step's time went: its trace joined with the compiled program.
 
 A trace has one event per run of an instruction (in a loop, one per iteration), on the
 threads of a CPU or the streams of a GPU. Each is looked up in the compiled program by
@@ -13,9 +13,10 @@ counts once**:
   (only what computation does not hide);
 * else it is idle: nothing of the program runs.
 
-A loop, call or conditional is no computation; what runs in it is. On CPU an instruction
-may end on another thread than it began on, long after its event: the event ``end: NAME``
-says when. Time of instructions that the program does not have is reported as unjoined.
+A loop, call or conditional is no computation; what runs in it is. On CPU an
+instruction may end on another thread than it began on, long after its event: the event
+``end: NAME`` says when. Time of instructions that the program does not have is reported
+as unjoined.
 
 Not seen on a real GPU yet: the layout of a GPU's trace is taken from XLA's sources.
 """
@@ -33,6 +34,8 @@ from jaxckpt.compiler.hlo import COLLECTIVES, parse_hlo
 from jaxckpt.compiler.hlo_phases import Running
 from jaxckpt.compiler.hlo_text import Instruction
 from jaxckpt.compiler.value_names import ValueNamer
+
+Seconds = dict[str, float]  # by what they were spent on
 
 STEP = "jaxckpt profiled step"  # the annotation around the step in the trace
 
@@ -166,10 +169,13 @@ class ProfiledProgram:
             if window is None or (event.end > window[0] and event.start < window[1]):
                 by_device[event.device].append(event)
         if not by_device:
-            raise ValueError("the profile shows no instruction of any program")
+            raise ValueError(
+                "the profile shows no instruction of any program; keep the step's "
+                "outputs until it has run"
+            )
         parts = [self._device(on_one, window) for on_one in by_device.values()]
-        seconds: Counter[str] = Counter()
-        by_instruction: Counter[str] = Counter()
+        seconds: Seconds = defaultdict(float)
+        by_instruction: Seconds = defaultdict(float)
         for part, instructions in parts:
             for key, value in part.items():
                 seconds[key] += value / len(parts)
@@ -184,7 +190,7 @@ class ProfiledProgram:
 
     def _device(
         self, events: list[Event], window: tuple[float, float] | None
-    ) -> tuple[Counter[str], Counter[str]]:
+    ) -> tuple[Seconds, Seconds]:
         """Seconds by phase, and of each recomputed instruction, on one device."""
         first, last = window or (
             min(event.start for event in events),
@@ -192,7 +198,7 @@ class ProfiledProgram:
         )
         joined = [(event, self._join(event)) for event in events]
         seen = {running.instruction.name for _, running in joined if running}
-        seconds: Counter[str] = Counter({"wall": (last - first) / 1e9})
+        seconds: Seconds = defaultdict(float, wall=(last - first) / 1e9)
         spans = []
         for event, running in joined:
             start, end = max(event.start, first), min(event.end, last)
@@ -202,7 +208,7 @@ class ProfiledProgram:
             seconds["joined"] += (end - start) / 1e9 if running else 0.0
             name = running.instruction.name if running else ""
             spans.append((start, end, self._kind(running), name))
-        instructions: Counter[str] = Counter()
+        instructions: Seconds = defaultdict(float)
         for length, active in _moments(spans):
             kinds = {kind for kind, _ in active}
             computing = [one for one in active if one[0] not in _SECOND]
@@ -261,10 +267,8 @@ class ProfiledProgram:
             return "communication"
         return running.phase
 
-    def _recomputed(
-        self, by_instruction: Counter[str]
-    ) -> tuple[RecomputedValue, ...]:
-        seconds: Counter[tuple[str, str]] = Counter()
+    def _recomputed(self, by_instruction: Seconds) -> tuple[RecomputedValue, ...]:
+        seconds: dict[tuple[str, str], float] = defaultdict(float)
         nbytes: Counter[tuple[str, str]] = Counter()
         for name, value in by_instruction.items():
             what, _, source = self._namer.describe(name)
@@ -274,7 +278,9 @@ class ProfiledProgram:
             nbytes[what, source] = max(nbytes[what, source], size)
         return tuple(
             RecomputedValue(what, source, value, nbytes[what, source])
-            for (what, source), value in seconds.most_common()
+            for (what, source), value in sorted(
+                seconds.items(), key=lambda item: -item[1]
+            )
         )
 
 

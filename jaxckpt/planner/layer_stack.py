@@ -290,4 +290,3 @@ def policy_of(choice: Choice, input_name: str = "") -> Policy:
     if not save and not choice.offload:
         return FULL
     return Policy(save=save, offload=choice.offload)
-

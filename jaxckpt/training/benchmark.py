@@ -119,7 +119,10 @@ class Worker:
     def close(self) -> None:
         """Ends the process and waits until its memory is free."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        for pipe in filter(None, (self._process.stdin, self._process.stdout)):
+            with contextlib.suppress(BrokenPipeError):  # of what it did not read
+                pipe.close()
 
     def _ask(self, line: str) -> dict[str, Any]:
         given, told = self._process.stdin, self._process.stdout
@@ -169,21 +172,79 @@ def measure(
     """
     found = {policy: Measured(policy) for policy in jobs}
     waiting: dict[str, Worker] = {}
-    in_blocks: bool | None = None
-    with tempfile.TemporaryDirectory(prefix="jaxckpt-bench-") as name:
-        with contextlib.ExitStack() as stack:
-            folders = {policy: Path(name, str(i)) for i, policy in enumerate(jobs)}
-            for policy, folder in folders.items():
-                folder.mkdir()
-                count = f"{len(waiting) + 1 if not in_blocks else ''}"
-                del count
-                with _failing(found[policy]):
-                    worker = Worker(jobs[policy], command, folder)
-                    stack.callback(worker.close)
-                    progress(f"compiling {policy}", True)
-                    found[policy].known = worker.start()
+    in_blocks = None  # not known before the first process is ready
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxckpt-bench-"))
+        folders = {policy: Path(name, str(i)) for i, policy in enumerate(jobs)}
+        for number, (policy, folder) in enumerate(folders.items(), 1):
+            progress(f"compiling {number} of {len(jobs)}: {policy}", True)
+            folder.mkdir()
+            worker = Worker(jobs[policy], command, folder)
+            stack.callback(worker.close)
+            with _failing(found[policy]):
+                found[policy].known = worker.start()
+                if in_blocks is None:
+                    in_blocks = _needs_blocks(found[policy].known, len(jobs))
+                if in_blocks:
+                    _run_block(worker, found[policy], steps - steps // 2, progress)
+                else:
                     waiting[policy] = worker
-    return Measurement(list(found.values()), INTERLEAVED, steps)
+            if policy not in waiting:
+                worker.close()  # its memory is the next one's
+        if not in_blocks:
+            _run_rounds(waiting, found, steps, progress)
+        for policy, folder in folders.items() if in_blocks else ():
+            if found[policy].error:
+                continue
+            progress(f"starting {policy} again for its second block", True)
+            worker = Worker(jobs[policy], command, folder)
+            stack.callback(worker.close)
+            with _failing(found[policy]):
+                worker.start()
+                _run_block(worker, found[policy], steps // 2, progress)
+            worker.close()
+    order = IN_BLOCKS if in_blocks else INTERLEAVED
+    return Measurement(list(found.values()), order, steps)
+
+
+def _needs_blocks(known: dict[str, Any], count: int) -> bool:
+    """Whether processes as this one, the first, cannot all wait side by side."""
+    if known["memory_limit"] is not None:
+        return True
+    needed = known["memory"]["device_total_bytes"] or 0
+    together = count * needed * known["num_devices"]
+    return together > _SAFE_SHARE * available_bytes()
+
+
+def _run_block(
+    worker: Worker, measured: Measured, steps: int, progress: Progress
+) -> None:
+    for number in range(1, WARMUP + steps + 1):
+        progress(f"timing {measured.policy}: step {number} of {WARMUP + steps}", False)
+        answer = worker.step()
+        if number > WARMUP:
+            measured.take(answer)
+
+
+def _run_rounds(
+    workers: Mapping[str, Worker],
+    found: Mapping[str, Measured],
+    steps: int,
+    progress: Progress,
+) -> None:
+    order = list(workers)
+    for number in range(1, WARMUP + steps + 1):
+        is_first = number == 1
+        progress(f"timing step {number} of {WARMUP + steps} of each policy", is_first)
+        for policy in order:
+            if not found[policy].error:
+                with _failing(found[policy]):
+                    answer = workers[policy].step()
+                    if number > WARMUP:
+                        found[policy].take(answer)
+            if found[policy].error:
+                workers[policy].close()
+        order.reverse()  # nobody is always first
 
 
 @contextlib.contextmanager

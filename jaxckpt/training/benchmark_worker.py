@@ -102,7 +102,7 @@ def make_runner(job: Job, cache: str) -> tuple[dict[str, Any], Callable[[], floa
         "predicted_step_seconds": None,
     }
     if kind:
-        hlo = parse_hlo(compiled.as_text())
+        hlo = parse_hlo(compiled.as_text() or "")
         estimate = estimate_step_seconds(hlo, kind, 1, len(devices))
         known["predicted_step_seconds"] = estimate.seconds
         dtype = _DTYPES[config.architecture.compute_dtype]
@@ -129,8 +129,8 @@ def random_batch(program: Program) -> dict[str, jax.Array]:
 def peak_in_use(devices: Sequence[Any]) -> int | None:
     """The largest of the devices' peaks since this process started; None: not told."""
     stats = [device.memory_stats() or {} for device in devices]
-    peaks = [one.get("peak_bytes_in_use") for one in stats]
-    return None if None in peaks else max(peaks)
+    peaks = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
+    return max(peaks) if len(peaks) == len(devices) else None
 
 
 def failure(error: Exception) -> dict[str, Any]:

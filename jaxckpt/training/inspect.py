@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,15 +13,24 @@ import jax.numpy as jnp
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.residuals import Residual, block_residuals
-from jaxckpt.layers import layer_plan
+from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.linter import lint_plan, lint_step
+from jaxckpt.models.presets import ConfigError
 from jaxckpt.models.transformer import Block
 from jaxckpt.policies import NONE, Policy
 from jaxckpt.receipt import CompiledStep, make_receipt
 from jaxckpt.remat import checkpoint
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.sharding import Placement
-from jaxckpt.training.step import Program, make_program, uses_dropout
+from jaxckpt.training.step import (
+    Program,
+    State,
+    compile_layout_change,
+    make_program,
+    same_layout,
+    uses_dropout,
+)
+from jaxckpt.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +48,10 @@ class Inspected:
     receipt: dict[str, Any]
 
 
+Compiled = dict[LayerPlan, tuple[jax.stages.Compiled, CompiledStep]]
+"""Steps of one run by their layer plan: the executable, and what was counted in it."""
+
+
 def inspect_run(
     config: TrainConfig,
     placement: Placement,
@@ -45,6 +59,7 @@ def inspect_run(
     *,
     notes: Sequence[str] = (),
     progress: Callable[[str], None] = lambda text: None,
+    compiled: Compiled | None = None,
 ) -> Inspected:
     """Compiles the step with and without remat, and compares the two.
 
@@ -52,17 +67,22 @@ def inspect_run(
       config, placement, program: the run.
       notes: facts for the receipt to state.
       progress: told what is being done before each part that takes long.
+      compiled: steps of this run that were compiled before; this one's are added.
     """
+    compiled = {} if compiled is None else compiled
     platform = placement.mesh.devices.flat[0].platform
     residuals = layer_residuals(config, placement)
-    progress(f"compiling the step under {config.policy}")
-    compiled, step = _compile(config.policy, program, residuals, platform)
+    if program.plan not in compiled:
+        progress(f"compiling the step under {config.policy}")
+        compiled[program.plan] = _compile(program, residuals, platform)
+    executable, step = compiled[program.plan]
+    step = dataclasses.replace(step, policy=config.policy)
     bare_plan = layer_plan(NONE, config.architecture.num_layers)
-    without = dataclasses.replace(step, policy="none")
-    if program.plan != bare_plan:
+    if bare_plan not in compiled:
         progress("compiling the same step without remat")
         bare = make_program(config, placement, bare_plan)
-        without = _compile("none", bare, residuals, platform)[1]
+        compiled[bare_plan] = _compile(bare, residuals, platform)
+    without = dataclasses.replace(compiled[bare_plan][1], policy="none")
     progress("reading the receipt")
     receipt = make_receipt(
         step,
@@ -72,7 +92,114 @@ def inspect_run(
         notes=notes,
     )
     receipt["warnings"] += lint_program(config, placement, program)
-    return Inspected(program, compiled, receipt)
+    return Inspected(program, executable, receipt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Every program that a run goes through, compiled before its first step.
+
+    Attributes:
+      inspected: by policy.
+      changes: from one policy to another, the state's way to the other's layout.
+    """
+
+    inspected: dict[str, Inspected]
+    changes: dict[tuple[str, str], Callable[[State], State]]
+
+
+def inspect_schedule(
+    config: TrainConfig,
+    placement: Placement,
+    programs: dict[str, Program],
+    *,
+    notes: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda text: None,
+) -> Programs:
+    """`inspect_run` for each policy of a run, and what lies between them.
+
+    Raises:
+      ConfigError: in a schedule, a policy does not compile or not fit the device.
+    """
+    compiled: Compiled = {}
+    inspected: dict[str, Inspected] = {}
+    for policy, program in programs.items():
+        run = dataclasses.replace(config, policy=policy, policy_schedule="")
+        try:
+            found = inspect_run(
+                *(run, placement, program),
+                notes=notes, progress=progress, compiled=compiled,
+            )  # fmt: skip
+        except jax.errors.JaxRuntimeError as error:
+            if not config.policy_schedule:
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"--policy-schedule: {policy} does not compile: {reason}"
+            ) from error
+        if config.policy_schedule:
+            _check_fits(policy, found.receipt["step"], _device_limit(placement))
+        inspected[policy] = found
+    if len(programs) > 1 and config.eval_every:
+        progress("compiling validation")
+        inspected = _share_evaluation(inspected)
+    changes = {
+        (old, new): compile_layout_change(programs[old], programs[new])
+        for old, new in config.schedule.switches
+        if old in programs and new in programs
+    }
+    return Programs(inspected, changes)
+
+
+def _check_fits(policy: str, row: dict[str, Any], limit: int | None) -> None:
+    if limit and row["fits"] is False:
+        raise ConfigError(
+            f"--policy-schedule: {policy} does not fit: it needs "
+            f"{format_bytes(row['device_total_bytes'])} and the device has "
+            f"{format_bytes(limit)}"
+        )
+
+
+def _share_evaluation(inspected: dict[str, Inspected]) -> dict[str, Inspected]:
+    """Compiles validation once per layout: policies do not change what it computes."""
+    shared: list[Program] = []
+    found = {}
+    for policy, one in inspected.items():
+        program = next((p for p in shared if same_layout(p, one.program)), None)
+        if program is None:
+            batch = {
+                name: jax.ShapeDtypeStruct(
+                    (1, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding
+                )
+                for name, leaf in one.program.batch.items()
+            }
+            jitted: Any = one.program.evaluate
+            evaluate = jitted.lower(one.program.state["params"], batch).compile()
+            program = dataclasses.replace(one.program, evaluate=evaluate)
+            shared.append(program)
+        same = dataclasses.replace(one.program, evaluate=program.evaluate)
+        found[policy] = dataclasses.replace(one, program=same)
+    return found
+
+
+def device_room(placement: Placement, state: State | None = None) -> int | None:
+    """Bytes that a step may take, its state among them, on the fullest local device.
+
+    Returns:
+      The limit less what others hold; None where the backend does not tell.
+    """
+    mine: Counter[Any] = Counter()
+    trees = (state["params"], state["opt_state"]) if state else ()
+    for leaf in jax.tree.leaves(trees):
+        for shard in leaf.addressable_shards:
+            mine[shard.device] += shard.data.nbytes
+    rooms = []
+    for device in placement.mesh.local_devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats or "bytes_in_use" not in stats:
+            return None
+        rooms.append(stats["bytes_limit"] - stats["bytes_in_use"] + mine[device])
+    return min(rooms)
 
 
 def lint_program(
@@ -148,18 +275,20 @@ def layer_residuals(
     return residuals
 
 
-def _compile(policy: str, program: Program, residuals, platform: str):
+def _compile(
+    program: Program, residuals: Callable[[Policy], list[Residual]], platform: str
+) -> tuple[jax.stages.Compiled, CompiledStep]:
     arguments = (program.state, program.batch)
-    compiled, seconds = compile_step(program.step, *arguments, platform=platform)
+    executable, seconds = compile_step(program.step, *arguments, platform=platform)
     step = CompiledStep(
-        policy=policy,
+        policy=str(program.plan),
         plan=program.plan,
-        memory=memory_bytes(compiled),
+        memory=memory_bytes(executable),
         flops=count_flops(program.step, *arguments),
         residuals=residuals,
         compile_seconds=seconds,
     )
-    return compiled, step
+    return executable, step
 
 
 def _device_limit(placement: Placement) -> int | None:

@@ -1,14 +1,17 @@
 """The training loop: prepare everything that can fail, then run steps to the end."""
 
 import contextlib
+import dataclasses
+import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,14 +21,27 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from jaxckpt.models.presets import ConfigError
 from jaxckpt.receipt import print_receipt, print_warnings, write_receipt
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.corpus import Corpus, load_corpus
 from jaxckpt.training.data import batches, validation_batches
-from jaxckpt.training.inspect import inspect_run
+from jaxckpt.training.inspect import (
+    Inspected,
+    Programs,
+    device_room,
+    inspect_schedule,
+)
 from jaxckpt.training.metrics import MetricsLog
+from jaxckpt.training.optim import SMALLEST_SCALE, first_loss_scale
+from jaxckpt.training.policy_schedule import Chooser, make_chooser
 from jaxckpt.training.sharding import Placement
-from jaxckpt.training.snapshot import Snapshots, from_canonical
+from jaxckpt.training.snapshot import (
+    Saved,
+    SnapshotError,
+    Snapshots,
+    from_canonical,
+)
 from jaxckpt.training.step import Program, State, make_program
 
 # What a resumed run should share with the one before: kept in its snapshots.
@@ -78,7 +94,7 @@ def train(
 
     Raises:
       PolicyError, ConfigError, DataError, SnapshotError, MetricsError: bad input,
-        before anything compiles.
+        before the first step; all but a schedule's before anything compiles.
       TrainingError: the loss or the gradient is no number.
       SaveError: a snapshot could not be written.
     """
@@ -88,14 +104,17 @@ def train(
         vocab_size=config.architecture.vocab_size,
         seq_len=config.sequence_length,
     )
-    program = make_program(config, placement)
+    schedule = config.schedule
+    if schedule.rule == "headroom":
+        _require_room(placement)
+    program = _program(config, placement, schedule.entries[0])
     facts = {name: getattr(config, name) for name in _RUN_FACTS}
     facts["data"] = f"{corpus.description} ({corpus.identity()})"
     with (
         Snapshots(workdir / "snapshots", config.keep_snapshots, facts) as snapshots,
         contextlib.ExitStack() as stack,
     ):
-        saved = snapshots.read(program) if config.resume else None
+        saved = _read(snapshots, program) if config.resume else None
         position, first_step = (saved.position, saved.step) if saved else (0, 0)
         console.print(f"data: {corpus.description}", highlight=False, soft_wrap=True)
         if saved:
@@ -106,48 +125,123 @@ def train(
         log = MetricsLog(workdir / "metrics.jsonl", first_step)
         stack.callback(log.close)
         config.save(workdir / "config.json")
+        policies = schedule.between(first_step, config.steps)
         with console.status("tracing the model") as status:
-            inspected = inspect_run(
-                config, placement, program, notes=notes, progress=status.update
+            programs = inspect_schedule(
+                config,
+                placement,
+                {policy: _program(config, placement, policy) for policy in policies},
+                notes=notes,
+                progress=status.update,
             )
-            write_receipt(inspected.receipt, workdir / "receipt.json")
             status.update("loading the weights")
-            state = from_canonical(program, saved.state) if saved else program.init()
+            run = _Run(config, programs, corpus, snapshots, log, console)
+            run.start(placement, saved, first_step)
             del saved  # a copy in host memory
-        print_warnings(inspected.receipt, console)
 
-        run = _Run(config, program, inspected.compiled_step, corpus, snapshots, log)
         with _progress(console) as progress:
-            run.steps(state, first_step, position, progress)
-    print_receipt(inspected.receipt, console)
+            run.steps(first_step, position, progress)
+    print_receipt(run.inspected.receipt, console)
     return TrainResult(
         steps=config.steps,
         first_loss=run.first_loss,
         last_loss=run.last_loss,
         validation=run.validation,
-        receipt=inspected.receipt,
+        receipt=run.inspected.receipt,
     )
+
+
+def _losses(metrics: Path) -> list[tuple[int, float]]:
+    """Step and loss of the lines that there are."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [(record["step"], record["loss"]) for record in records]
+
+
+def _program(config: TrainConfig, placement: Placement, policy: str) -> Program:
+    run = dataclasses.replace(config, policy=policy, policy_schedule="")
+    return make_program(run, placement)
+
+
+def _require_room(placement: Placement) -> None:
+    flag = "--policy-schedule=auto:headroom"
+    if jax.process_count() > 1:
+        raise ConfigError(f"{flag} works on one host: others may see another headroom")
+    if device_room(placement) is None:
+        kind = placement.mesh.devices.flat[0].platform
+        raise ConfigError(f"{flag} is not possible here: {kind} does not tell memory")
+
+
+def _read(snapshots: Snapshots, program: Program) -> Saved:
+    """The last snapshot, also one of a run with, or without, a loss scale."""
+    try:
+        return snapshots.read(program)
+    except SnapshotError as error:
+        state = dict(program.state)
+        scaled = state.pop("loss_scale", None) is not None
+        if not scaled:
+            state["loss_scale"] = jax.eval_shape(first_loss_scale)
+        try:
+            saved = snapshots.read(dataclasses.replace(program, state=state))
+        except SnapshotError:
+            raise error from None
+        saved.state.pop("loss_scale", None)
+        if scaled:
+            saved.state["loss_scale"] = jax.tree.map(np.asarray, first_loss_scale())
+        return saved
 
 
 class _Run:
     """What the steps of one run share."""
 
+    inspected: Inspected  # the program in force
+    state: State
+    chooser: Chooser
+
     def __init__(
         self,
         config: TrainConfig,
-        program: Program,
-        compiled_step: Callable[..., Any],
+        programs: Programs,
         corpus: Corpus,
         snapshots: Snapshots,
         log: MetricsLog,
+        console: Console,
     ):
-        self.config, self.program, self.compiled_step = config, program, compiled_step
+        self.config, self.programs, self.console = config, programs, console
         self.corpus, self.snapshots, self.log = corpus, snapshots, log
+        self.policy: str | None = None
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.validation: dict[str, float] = {}
 
-    def steps(self, state: State, first_step: int, position: int, progress: Progress):
+    def start(self, placement: Placement, saved: Saved | None, step: int) -> None:
+        """Makes or loads the state, under the policy of this step."""
+        inspected = self.programs.inspected.values()
+        self.chooser = make_chooser(
+            self.config.schedule,
+            losses=_losses(Path(self.config.workdir) / "metrics.jsonl"),
+            needs=[one.receipt["step"]["device_total_bytes"] for one in inspected],
+            room=lambda: device_room(placement, getattr(self, "state", None)),
+        )
+        self._use(self.chooser.policy(step), step)
+        program = self.inspected.program
+        self.state = from_canonical(program, saved.state) if saved else program.init()
+
+    def _use(self, policy: str, step: int) -> bool:
+        """Goes on under a policy: its program, its layout, its receipt."""
+        if policy == self.policy:
+            return False
+        if self.policy is not None:
+            self.state = self.programs.changes[self.policy, policy](self.state)
+            self.console.print(f"step {step}: policy {policy}", highlight=False)
+        self.policy, self.inspected = policy, self.programs.inspected[policy]
+        receipt, workdir = self.inspected.receipt, Path(self.config.workdir)
+        write_receipt(receipt, workdir / "receipt.json")
+        if self.config.policy_schedule:
+            write_receipt(receipt, workdir / f"receipt-{step}.json")
+        print_warnings(receipt, self.console)
+        return True
+
+    def steps(self, first_step: int, position: int, progress: Progress):
         config = self.config
         bar = progress.add_task(
             "training", total=config.steps, completed=first_step, status=""
@@ -164,34 +258,46 @@ class _Run:
         ) as data:
             clock = time.perf_counter()
             for step in range(first_step + 1, config.steps + 1):
+                if self._use(self.chooser.policy(step - 1), step - 1):
+                    clock = time.perf_counter()
                 batch = jax.device_put(dict(next(data)), self._batch_shardings())
-                state, metrics = self.compiled_step(state, batch)
+                self.state, metrics = self.inspected.compiled_step(self.state, batch)
                 record = self._record(step, metrics, clock)
+                self.chooser.observe(step, record["loss"])
                 clock = time.perf_counter()
                 position += config.batch_size
                 if _due(step, config.eval_every, config.steps):
-                    self.validation = self._validate(state)
+                    self.validation = self._validate()
                     record |= {
                         f"validation_{unit}": value
                         for unit, value in self.validation.items()
                     }
                 self.log.write(record)
                 if _due(step, config.snapshot_every, config.steps):
-                    self.snapshots.save(self.program, state, position)
+                    self.snapshots.save(self.inspected.program, self.state, position)
                 self.snapshots.check()
                 self._show(progress, bar, record)
                 clock = time.perf_counter() if _paused(config, step) else clock
 
     def _record(self, step: int, metrics: dict[str, jax.Array], clock: float) -> dict:
+        values: dict[str, Any]
         values = {name: float(value) for name, value in metrics.items()}  # waits
         seconds = time.perf_counter() - clock
         loss = values["loss"]
+        if "loss_scale" in values:
+            values["skipped_steps"] = int(values["skipped_steps"])
+            if values["loss_scale"] > SMALLEST_SCALE and math.isfinite(loss):
+                # Not finite, it is skipped, and the next scale is half this one.
+                if not math.isfinite(values["grad_norm"]):
+                    values["grad_norm"] = None
         for name, title in ("loss", "loss"), ("grad_norm", "the gradient's norm"):
-            if not math.isfinite(values[name]):
+            if values[name] is not None and not math.isfinite(values[name]):
                 raise TrainingError(self._not_finite(title, values[name], step))
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self.last_loss = loss
         tokens = values.pop("tokens")
+        if self.config.policy_schedule:
+            values["policy"] = self.policy
         return {
             "step": step,
             **values,
@@ -208,10 +314,11 @@ class _Run:
             "A lower --learning-rate may help"
         )
 
-    def _validate(self, state: State) -> dict[str, float]:
+    def _validate(self) -> dict[str, float]:
+        program = self.inspected.program
         total = weight = 0.0
         for batch in self._validation_batches():
-            loss, tokens = self.program.evaluate(state["params"], batch)
+            loss, tokens = program.evaluate(self.state["params"], batch)
             total, weight = total + float(loss), weight + float(tokens)
         bits = total / weight / math.log(2)
         if self.corpus.bytes_per_token:
@@ -228,7 +335,8 @@ class _Run:
             yield jax.device_put(dict(batch), self._batch_shardings())
 
     def _batch_shardings(self):
-        return {name: leaf.sharding for name, leaf in self.program.batch.items()}
+        batch = self.inspected.program.batch
+        return {name: leaf.sharding for name, leaf in batch.items()}
 
     def _show(self, progress: Progress, bar: TaskID, record: dict[str, Any]):
         step, last = record["step"], self.config.steps

@@ -52,12 +52,14 @@ class Schedule:
         pairs = dict.fromkeys(itertools.pairwise(self.entries))
         return tuple((old, new) for old, new in pairs if old != new)
 
-    def up_to(self, steps: int) -> "Schedule":
-        """Without the entries that a run of so many steps never reaches."""
-        reached = tuple(start for start in self.starts if start < max(steps, 1))
+    def between(self, first: int, last: int) -> tuple[str, ...]:
+        """The policies that the steps after ``first`` up to ``last`` may run under."""
         if self.rule:
-            return self
-        return Schedule(self.entries[: len(reached)], reached)
+            return self.policies
+        ends = (*self.starts[1:], last)
+        spans = zip(self.entries, self.starts, ends, strict=True)
+        found = (p for p, start, end in spans if start < last and end > first)
+        return tuple(dict.fromkeys(found))
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -224,3 +226,27 @@ class ByHeadroom:
 
 
 Chooser = ByStep | ByLoss | ByHeadroom
+
+
+def make_chooser(
+    schedule: Schedule,
+    *,
+    losses: Sequence[tuple[int, float]],
+    needs: Sequence[int],
+    room: Callable[[], int | None],
+) -> Chooser:
+    """What decides under which policy a run goes on.
+
+    Args:
+      schedule: the run's.
+      losses: step and loss of the steps done before, which a resumed run replays.
+      needs, room: see `ByHeadroom`.
+    """
+    if schedule.rule == "headroom":
+        return ByHeadroom(schedule, needs, lambda: room() or 0)
+    if not schedule.rule:
+        return ByStep(schedule)
+    by_loss = ByLoss(schedule)
+    for step, loss in losses:
+        by_loss.observe(step, loss)
+    return by_loss

@@ -1,5 +1,7 @@
 """The state of a run and the function that advances it by one optimizer step."""
 
+import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +14,20 @@ from jax import lax
 
 from jaxckpt.layers import LayerPlan
 from jaxckpt.models.transformer import Transformer
+from jaxckpt.stack import join_layers, merge_layers
 from jaxckpt.training.config import TrainConfig
-from jaxckpt.training.optim import learning_rate_schedule, make_optimizer
+from jaxckpt.training.optim import (
+    first_loss_scale,
+    learning_rate_schedule,
+    make_optimizer,
+    needs_loss_scale,
+    next_loss_scale,
+)
 from jaxckpt.training.sharding import Placement
 
 State = dict[str, Any]
-"""``params``, ``opt_state``, ``step`` (int32) and ``key`` (typed PRNG key)."""
+"""``params``, ``opt_state``, ``step`` (int32) and ``key`` (typed PRNG key); in float16
+also ``loss_scale``, see `jaxckpt.training.optim.first_loss_scale`."""
 
 Batch = dict[str, Any]
 """``inputs``, ``targets`` (int32) and ``weights`` (float32), each of shape
@@ -62,6 +72,7 @@ def make_program(
     model = Transformer(architecture, plan, placement.constrain)
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config)
+    scaled = needs_loss_scale(config)
 
     def init_params(key):
         tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
@@ -73,12 +84,13 @@ def make_program(
     def init_state():
         init_key, key = jax.random.split(jax.random.key(config.seed))
         params = nn.unbox(init_params(init_key))
-        return {
+        state = {
             "params": params,
             "opt_state": optimizer.init(params),
             "step": jnp.zeros((), jnp.int32),
             "key": key,
         }
+        return state | ({"loss_scale": first_loss_scale()} if scaled else {})
 
     abstract = jax.eval_shape(init_state)
     boxed = jax.eval_shape(init_params, jax.random.key(0))
@@ -94,8 +106,12 @@ def make_program(
         "step": placement.replicated,
         "key": placement.replicated,
     }
+    if scaled:
+        shardings["loss_scale"] = jax.tree.map(
+            lambda _: placement.replicated, abstract["loss_scale"]
+        )
 
-    def loss_sum(params, micro_batch, key):
+    def loss_sum(params, micro_batch, key) -> Any:
         rngs = {"dropout": key} if uses_dropout(architecture) else {}
         return model.apply(
             {"params": params},
@@ -106,20 +122,27 @@ def make_program(
             rngs=rngs,
         )
 
-    def gradients(params, batch, key):
+    def loss_and_gradient(params, micro_batch, key, factor):
+        """The sum of the losses, and the gradient of ``factor`` times it."""
+        if not scaled:
+            return jax.value_and_grad(loss_sum)(params, micro_batch, key)
+        loss, pull_back = jax.vjp(lambda p: loss_sum(p, micro_batch, key), params)
+        return loss, pull_back(factor)[0]
+
+    def gradients(params, batch, key, factor):
         """Sums over all tokens of all micro-batches: equal to the full batch."""
 
         def accumulate(carry, inputs):
             micro_batch, index = inputs
-            gradient = jax.value_and_grad(loss_sum)(
-                params, micro_batch, jax.random.fold_in(key, index)
+            gradient = loss_and_gradient(
+                params, micro_batch, jax.random.fold_in(key, index), factor
             )
             return jax.tree.map(jnp.add, carry, gradient), None
 
         if config.accumulate == 1:
             micro_batch = jax.tree.map(lambda x: x[0], batch)
             key = jax.random.fold_in(key, 0)
-            return jax.value_and_grad(loss_sum)(params, micro_batch, key)
+            return loss_and_gradient(params, micro_batch, key, factor)
         zeros = jax.tree.map(jnp.zeros_like, params)
         zeros = lax.with_sharding_constraint(zeros, param_shardings)
         start = (jnp.zeros((), jnp.float32), zeros)
@@ -128,24 +151,35 @@ def make_program(
 
     def step(state, batch):
         key = jax.random.fold_in(state["key"], state["step"])
-        loss, grads = gradients(state["params"], batch, key)
         tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-        grads = jax.tree.map(lambda gradient: gradient / tokens, grads)
+        scale: Any = state["loss_scale"]["scale"] if scaled else None
+        factor = scale / tokens if scaled else None
+        loss, grads = gradients(state["params"], batch, key, factor)
+        divisor = scale if scaled else tokens
+        grads = jax.tree.map(lambda gradient: gradient / divisor, grads)
+        norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(
             grads, state["opt_state"], state["params"]
         )
         new_state = {
+            **state,
             "params": optax.apply_updates(state["params"], updates),
             "opt_state": opt_state,
-            "step": state["step"] + 1,
-            "key": state["key"],
         }
-        metrics = {
-            "loss": loss / tokens,
-            "grad_norm": optax.tree.norm(grads),
-            "learning_rate": jnp.asarray(schedule(state["step"]), jnp.float32),
-            "tokens": tokens,
-        }
+        metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
+        count = state["step"]
+        if scaled:
+            finite, before = jnp.isfinite(norm), state["loss_scale"]
+            # Skipped by choice, not by a branch: that would keep both states.
+            choose = functools.partial(jnp.where, finite)
+            for name in "params", "opt_state":
+                new_state[name] = jax.tree.map(choose, new_state[name], state[name])
+            new_state["loss_scale"] = next_loss_scale(before, finite)
+            skipped = new_state["loss_scale"]["skipped_steps"]
+            metrics |= {"loss_scale": scale, "skipped_steps": skipped}
+            count -= before["skipped_steps"]  # the optimizer's own
+        new_state["step"] = state["step"] + 1
+        metrics["learning_rate"] = jnp.asarray(schedule(count), jnp.float32)
         return new_state, metrics
 
     def evaluate(params, batch):
@@ -187,6 +221,54 @@ def make_program(
             for name, dtype in kinds.items()
         },
     )
+
+
+def same_layout(one: Program, other: Program) -> bool:
+    """Whether two programs of a model have the same arrays in the same places."""
+
+    def places(program):
+        return {
+            jax.tree_util.keystr(path): (leaf.shape, leaf.dtype, leaf.sharding)
+            for path, leaf in jax.tree.leaves_with_path(program.state["params"])
+        }
+
+    return places(one) == places(other)
+
+
+def compile_layout_change(old: Program, new: Program) -> Callable[[State], State]:
+    """Compiles the way of a state from one program's layout to another's.
+
+    Where both have the same layout it gives the state back as it is. Else the layers
+    go through the canonical layout on their devices: first the moments one by one,
+    then the parameters. Each tree is donated, so that beside the state there is never
+    more than one of them.
+    """
+    if same_layout(old, new):
+        return lambda state: state
+    depth, scan = old.model.config.num_layers, old.model.config.scan_layers
+
+    def convert(layers):
+        in_order = merge_layers(layers, old.plan, depth, scan=scan)
+        return join_layers(in_order, new.plan, depth, scan=scan)
+
+    target = new.state["params"]["layers"]
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+    jitted = jax.jit(convert, donate_argnums=0, out_shardings=shardings)
+    with warnings.catch_warnings():
+        # No array takes another's place, but all are freed: what is wanted.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        move = jitted.lower(old.state["params"]["layers"]).compile()
+
+    def change(state: State) -> State:
+        def of_params(params):
+            return {**params, "layers": move(params["layers"])}
+
+        moments = like_params(
+            state["opt_state"], state["params"], of_params, lambda leaf: leaf
+        )
+        return {**state, "params": of_params(state["params"]), "opt_state": moments}
+
+    return change
 
 
 def uses_dropout(architecture: Any) -> bool:
