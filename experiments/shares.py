@@ -9,15 +9,17 @@ shipped model `tiny` at 4 and at 12 layers:
 * profile: time of recomputation over the step's, by the monitor, median of the profiled
   steps, and the medians of every other one of them (two runs);
 * overhead: (step time - step time of everything_saveable) / step time, measured. Saving
-  everything removes the recomputation, and costs time of its own: everything is
-  written, and, on a CPU, comes from fresh pages at every step. So this is smaller than
-  the profile's share by what saving costs;
-* yardstick (full only): the same layers alone, forward and backward, against a twin that
-  is handed one layer's residuals from outside, so that it neither recomputes nor saves:
-  (step time - twin's) / step time, and the profile's share of that very step.
+  everything removes the recomputation, and costs time of its own, since everything is
+  written and read again; so this is smaller than the profile's share by that;
+* yardstick (full only): the same layers alone, forward and backward, against a twin
+  that is handed one layer's residuals from outside, so that it neither recomputes nor
+  saves: (step time - twin's) / step time, and the profile's share of that very step.
 
 Steps of all programs alternate in one process, so that load from outside meets all of
-them; times are medians, differences medians over rounds.
+them; times are medians, differences medians over rounds. On Linux the process starts
+itself again with an allocator that keeps its pages: else a step of many megabytes gets
+fresh ones from the kernel every time, which took more time than the step (measured:
+160 ms for 62 ms), and more the more is saved.
 
 Expected: the profile agrees with the yardstick within 3 points, and its two runs within
 1 point on a quiet machine; overhead at most the profile's share.
@@ -26,12 +28,25 @@ Expected: the profile agrees with the yardstick within 3 points, and its two run
 import argparse
 import functools
 import json
+import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from jaxckpt.command_line import choose_platform
+
+_KEEP_PAGES = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
+if __name__ == "__main__" and sys.platform == "linux":
+    if any(key not in os.environ for key in _KEEP_PAGES):  # read when a process starts
+        command = [sys.executable, "-m", "experiments.shares", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | _KEEP_PAGES)
 
 choose_platform()
 
@@ -254,7 +269,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 12])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    console, results = Console(), []
+    console, results = Console(width=100), []
     for layers in options.layers:
         sizes = (layers, options.batch_size, options.rounds)
         results.append(
@@ -266,10 +281,11 @@ def main() -> None:
             }
         )
         print_rows(results[-1], console)
-    if options.json:
-        facts = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**facts, "models": results}, indent=2))
+        if options.json:
+            facts = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+            text = json.dumps({**facts, "models": results}, indent=2)
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

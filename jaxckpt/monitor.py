@@ -113,7 +113,7 @@ class Monitor:
     def watch(self, compiled: jax.stages.Compiled) -> None:
         """From the next step on, another program runs: after a change of policy."""
         if compiled is not self._compiled:
-            self._compiled, self._level = compiled, 0
+            self._compiled, self._level, self._entered = compiled, 0, 0.0
             self._intervals.clear()
 
     def step(self, number: int) -> "contextlib.AbstractContextManager[Seen]":
@@ -142,10 +142,8 @@ class Monitor:
         seen = Seen()
         _wait()  # for earlier steps: that time is theirs
         clock = time.perf_counter()
-        try:
-            trace = _Trace()
-        except Exception as error:  # whatever it is, the run goes on
-            self._failed(error)
+        trace = self._start()
+        if trace is None:
             yield seen
             return
         try:
@@ -166,6 +164,13 @@ class Monitor:
         cost = start - clock + time.perf_counter() - done + self._slower(done - start)
         self.spent += cost
         self._next_cost = cost - reading
+
+    def _start(self) -> "_Trace | None":
+        try:
+            return _Trace()
+        except Exception as error:  # whatever it is, the run goes on
+            self._failed(error)
+            return None
 
     def _slower(self, seconds: float) -> float:
         """How much longer the profiled step took than others typically do."""

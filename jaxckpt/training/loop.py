@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -107,14 +108,14 @@ def train(
     schedule = config.schedule
     if schedule.rule == "headroom":
         _require_room(placement)
-    program = _program(config, placement, schedule.entries[0])
+    make = functools.cache(functools.partial(_program, config, placement))
     facts = {name: getattr(config, name) for name in _RUN_FACTS}
     facts["data"] = f"{corpus.description} ({corpus.identity()})"
     with (
         Snapshots(workdir / "snapshots", config.keep_snapshots, facts) as snapshots,
         contextlib.ExitStack() as stack,
     ):
-        saved = _read(snapshots, program) if config.resume else None
+        saved = _read(snapshots, make(schedule.entries[0])) if config.resume else None
         position, first_step = (saved.position, saved.step) if saved else (0, 0)
         console.print(f"data: {corpus.description}", highlight=False, soft_wrap=True)
         if saved:
@@ -130,7 +131,7 @@ def train(
             programs = inspect_schedule(
                 config,
                 placement,
-                {policy: _program(config, placement, policy) for policy in policies},
+                {policy: make(policy) for policy in policies},
                 notes=notes,
                 progress=status.update,
             )

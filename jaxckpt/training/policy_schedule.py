@@ -115,6 +115,9 @@ def _parse_rule(text: str) -> Schedule:
             entries[-1] += f",{piece}"
         else:
             entries.append(piece.strip())
+    for entry in filter(None, entries):
+        if not _is_policy(entry):
+            parse_layers(entry)  # raises
     if len(set(entries)) < max(len(entries), 2):
         raise ConfigError(
             f"{_FLAG}={text}: needs two different policies to choose between, from "
