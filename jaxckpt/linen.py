@@ -113,9 +113,10 @@ class _Layer(nn.Module):
                 variables, x, *args, rngs=keys, mutable=mutable, **kwargs
             )
 
-        run = with_automatic_names(run, self.policy.names)
         variables = {} if initializing else self.variables
-        check_names(self.policy, run, variables, x, keys, arrays)
+        if not initializing:  # making weights is another program, with other numbers
+            run = with_automatic_names(run, self.policy.names)
+            check_names(self.policy, run, variables, x, keys, arrays)
         y, updates = run(variables, x, keys, arrays)
         for collection, values in updates.items():
             for name, value in values.items():

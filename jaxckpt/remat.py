@@ -120,6 +120,7 @@ def checkpoint(
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):
+        refuse_modules((args, kwargs))
         arrays, rebuild = split_static((args, kwargs))
         rebuild_outputs = None
 
@@ -141,6 +142,31 @@ def checkpoint(
         return rebuild_outputs(outputs)
 
     return wrapped
+
+
+def refuse_modules(arguments: Any) -> None:
+    """Refuses Flax NNX modules: their state would be a constant of the trace.
+
+    Raises:
+      TypeError: naming what works.
+    """
+    for leaf in jax.tree.leaves(arguments, is_leaf=_is_nnx):
+        if _is_nnx(leaf):
+            raise TypeError(
+                f"{type(leaf).__name__} is a Flax NNX object, whose updates would be "
+                "lost: give the state of nnx.split(module), and nnx.merge it inside"
+            )
+
+
+def _is_nnx(leaf: Any) -> bool:
+    bases = type(leaf).__mro__
+    return any(
+        base.__module__.startswith("flax.nnx") and base.__name__ in _NNX
+        for base in bases
+    )
+
+
+_NNX = ("Module", "Variable")
 
 
 def split_static(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

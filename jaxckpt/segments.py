@@ -18,7 +18,7 @@ from jax.extend import core as jex_core
 
 from jaxckpt import compat
 from jaxckpt.layers import LayerPlan, Run
-from jaxckpt.naming import aval_bytes
+from jaxckpt.naming import aval_bytes, subjaxprs
 from jaxckpt.policies import NONE, Policy, PolicyError
 from jaxckpt.programs import fingerprint, flat_program, program_of, variables
 from jaxckpt.remat import checkpoint, split_static
@@ -104,14 +104,20 @@ def cut(closed: jex_core.ClosedJaxpr, most: int = 24) -> tuple[int, ...]:
     """
     equations = closed.jaxpr.eqns
     loops = [i for i, one in enumerate(equations) if one.primitive.name == "scan"]
-    made = [
-        sum(aval_bytes(result.aval) for result in variables(equation.outvars))
-        for equation in equations
-    ]
+    made = [_made_inside(equation) for equation in equations]
     for index in loops:
         made[index] = 0
     forced = sorted({0, *loops, *(i + 1 for i in loops)} - {len(equations)})
     return least_cut(made, _crossing(closed), forced, most + len(forced) - 1)
+
+
+def _made_inside(equation: Any) -> int:
+    """Bytes that an equation makes, of branches and calls the costliest one's."""
+    inside = [
+        sum(_made_inside(one) for one in body.eqns) for body in subjaxprs(equation)
+    ]
+    outputs = sum(aval_bytes(result.aval) for result in variables(equation.outvars))
+    return max(outputs, *inside) if inside else outputs
 
 
 def stages(closed: jex_core.ClosedJaxpr, starts: Sequence[int]) -> list[Stage]:

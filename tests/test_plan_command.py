@@ -147,7 +147,7 @@ def test_a_budget_that_no_plan_meets(tmp_path):
     "args, words",
     [
         (["--memory-budget=lots"], ["'lots'"]),
-        (["--memory-budget=80%"], ["80% of what", "--memory-budget=14GiB"]),
+        (["--memory-budget=80%"], ["is not known", "--memory-budget=14GiB"]),
         (["--host-budget=1GiB"], ["--offload=auto"]),
         (["--memory-budget=1GiB", "--mesh=fsdp:3", "--target=h100:8"], ["fsdp:3"]),
         (["--memory-budget=1GiB", "--out=no/such/folder/plan.json"], ["--out"]),

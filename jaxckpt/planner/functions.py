@@ -22,7 +22,7 @@ from jaxckpt.planner.plan import Plan
 from jaxckpt.planner.search import MAX_COMPILES, Model, search
 from jaxckpt.planner.solve import Link, evaluate
 from jaxckpt.planner.stage_chain import StageChain, StageModel
-from jaxckpt.remat import split_static
+from jaxckpt.remat import refuse_modules, split_static
 from jaxckpt.segments import (
     Stage,
     cut,
@@ -97,11 +97,25 @@ def plan(
     Source: section 3 of Jain et al. 2020 (arXiv 1910.02653) reduced to one
     recomputation per value; Beaumont et al. 2019 (arXiv 1911.13214) for the chain.
     """
-    limit = parse_bytes(budget) if isinstance(budget, str) else int(budget)
+    limit = _bytes("budget", budget)
+    host_limit = math.inf if host_budget is None else _bytes("host_budget", host_budget)
+    if offload and num_layers is None:
+        raise PlanArgumentError(
+            "offload=True needs num_layers: values of a stack's layers move to the "
+            "host, those of a function do not"
+        )
+    if max_compiles < 1:
+        raise PlanArgumentError(f"max_compiles is 1 or more, not {max_compiles}")
+    if num_layers is not None and len(args) != 2:
+        raise PlanArgumentError(
+            f"with num_layers the arguments are a carry and one layer's values, not "
+            f"{len(args)} arguments"
+        )
+    refuse_modules(args)
     where = parse_target(target)
     site = _Site(where, mesh)
     if num_layers is not None:
-        job = _stack_job(fn, args, num_layers, site, offload, host_budget)
+        job = _stack_job(fn, args, num_layers, site, offload, host_limit)
     else:
         job = _function_job(fn, args, site)
     model, compile, starts, mark, values = job
@@ -136,6 +150,21 @@ def plan(
         starts=tuple(starts),
         fingerprint=mark,
     )
+
+
+class PlanArgumentError(ValueError):
+    """An argument of `plan` that cannot be. One line."""
+
+
+def _bytes(name: str, value: int | str) -> int:
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise PlanArgumentError(
+            f"{name} is bytes, a whole number above 0, or text such as '14GiB'; "
+            f"not {value!r}"
+        )
+    return value
 
 
 class _Site:
@@ -248,9 +277,7 @@ def _stack_job(fn, args, num_layers: int, site: _Site, offload: bool, host_budge
         forward_seconds=graph.forward_seconds,
         forward_flops=graph.forward_flops,
         link=link,
-        host_budget=parse_bytes(host_budget)
-        if isinstance(host_budget, str)
-        else (math.inf if host_budget is None else host_budget),
+        host_budget=host_budget,
     )
 
     def compile(text: str) -> dict[str, Any]:

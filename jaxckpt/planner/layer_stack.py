@@ -8,6 +8,7 @@ the layers' inputs alone are too much.
 No JAX here.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from jaxckpt.layers import LayerPlan, Run
 from jaxckpt.planner.frontier import Mix, frontier, mix, stack_bound
 from jaxckpt.planner.search import Proposal
 from jaxckpt.planner.solve import Choice, Infeasible, Link, Operation
-from jaxckpt.policies import FULL, Policy
+from jaxckpt.policies import FULL, NONE, Policy
 from jaxckpt.schedules import (
     Chain,
     Checkpointed,
@@ -26,6 +27,7 @@ from jaxckpt.schedules import (
     Schedule,
     Stage,
     StageCosts,
+    least_memory,
     rotor_schedule,
 )
 from jaxckpt.schedules.runs import runs_of
@@ -126,7 +128,13 @@ class LayerStack:
         if self._usable and self._groups:
             found.append(min(self._groups, key=lambda one: one.memory))
             halves = [one for one in self._groups if one.memory < found[0].memory]
-            found += sorted(halves, key=lambda one: (one.cost, one.memory))[:1]
+            found += sorted(halves, key=lambda one: (one.cost, one.memory))[:2]
+        if self._usable:
+            memory = least_memory(self._chain)
+            for more in (1.02, 1.1, 1.3, 1.6):  # slots round up; not too deep
+                with contextlib.suppress(Infeasible):
+                    schedule = shallow_schedule(self._chain, memory * more + 1, _SLOTS)
+                    return [*found, self._proposal(schedule)]
         return found
 
     def lower_bound(self, allowance: float) -> float:
@@ -191,7 +199,7 @@ class LayerStack:
         of some first layers or all, and in groups of groups."""
         layers = self.num_layers
         found = []
-        for k in range(min(3, len(self._usable))):
+        for k in (*range(min(3, len(self._usable))), len(self._usable)):
             flat = [Stage(index, k) for index in range(layers)]
             for size in range(2, layers // 2 + 1):
                 for end in range(layers - layers % size, size, -size):
@@ -222,17 +230,25 @@ class LayerStack:
             )
             for choice in self._usable
         )
+        everything = Option(
+            kept=sum(one.nbytes for one in self.operations if one.needed)
+            + self.input_bytes,
+            forward=self.forward_seconds,
+            backward=2 * self.forward_seconds,
+            backward_temporary=self.input_bytes,
+        )
+        options = (*options, everything)  # a layer of a group without remat
         layer = StageCosts(self.input_bytes, self.forward_seconds, options)
         return Chain((layer,) * self.num_layers, input=self.input_bytes)
 
     def _proposal(self, schedule: Schedule) -> Proposal:
-        policies = [
-            [policy_of(one, self.input_name) for one in self._usable]
-        ] * self.num_layers
+        usable = [policy_of(one, self.input_name) for one in self._usable]
+        policies = [[*usable, NONE]] * self.num_layers
+        flops = [*(one.flops for one in self._usable), 0]
         simulated = simulate(schedule, self._chain)
         plain = 3 * self.num_layers * self.forward_seconds
         again = sum(
-            self._usable[stage.option].flops for stage in schedule.stages()
+            flops[stage.option] for stage in schedule.stages()
         ) + self.forward_flops * (sum(simulated.forward_runs) - self.num_layers)
         return Proposal(
             layer_plan=str(LayerPlan(runs_of(schedule.items, policies))),

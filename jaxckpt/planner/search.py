@@ -165,8 +165,7 @@ def check_static(static: dict[str, int], budget: int) -> None:
         )
         raise Infeasible(
             f"{format_bytes(budget)} per device do not hold what no plan can change, "
-            f"{format_bytes(total)} ({parts}): use more devices on fsdp, or a smaller "
-            "model"
+            f"{format_bytes(total)} ({parts}): use more devices, or smaller sizes"
         )
 
 
@@ -327,7 +326,7 @@ class _Search:
         return (
             f"no plan fits {format_bytes(self.budget)} per device: the least needs "
             f"{format_bytes(least.compiled_bytes)}, of that "
-            f"{format_bytes(row['argument_bytes'])} arguments (weights, optimizer "
-            f"state, batch) and {format_bytes(row['temp_bytes'])} temporaries "
+            f"{format_bytes(row['argument_bytes'])} arguments and "
+            f"{format_bytes(row['temp_bytes'])} temporaries "
             f"({least.proposal.layer_plan})"
         )

@@ -8,8 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxckpt.planner.frontier import hull
+from jaxckpt.planner.solve import evaluate
+from jaxckpt.policies import parse_policy
 from jaxckpt.training.planning import PlannedRun
 from jaxckpt.units import format_bytes, format_milliseconds
+
+
+def shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
 
 _TIGHT: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
 
@@ -27,7 +34,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     used = row["device_total_bytes"] / budget
     console.print(
         f"{used:.1%} of the budget of {format_bytes(budget)} is used (compiled). "
-        f"{plan.compiles} candidates compiled; solver gap {plan.solver['gap']:.1g}, "
+        f"Candidates compiled: {plan.compiles}; solver gap {plan.solver['gap']:.1g}, "
         f"{plan.solver['seconds']:.1f} s."
     )
     cost, bound = found.best.proposal.cost, found.lower_bound
@@ -130,24 +137,40 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
 
     stack, found = planned.problem.stack, planned.found
     shift = found.best.compiled_bytes - found.best.proposal.memory
+    unit, size = (
+        ("GiB", 2**30) if planned.plan.budget_bytes >= 2**30 else ("MiB", 2**20)
+    )
     points = hull([(one.memory, one.cost) for one in map(stack.uniform, stack.choices)])
     figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
     axes.plot(
-        [(x + shift) / 2**30 for x, _ in points],
+        [(x + shift) / size for x, _ in points],
         [1e3 * y for _, y in points],
         color="#0072B2",
         label="frontier: least recomputation by the model (estimated)",
     )
     tried = [one for one in found.tried if one is not found.best]
+    if tried:
+        axes.plot(
+            [one.compiled_bytes / size for one in tried],
+            [1e3 * one.proposal.cost for one in tried],
+            "o",
+            color="#56B4E9",
+            label="other candidates, compiled",
+        )
+    named = [row for row in planned.rows if row["policy"] != "none"]
+    for row, marker in zip(named, "sDv^", strict=False):
+        policy = parse_policy(row["policy"])
+        if policy.rule not in ("names", "nothing_saveable"):
+            continue
+        axes.plot(
+            row["device_total_bytes"] / size,
+            1e3 * stack.num_layers * evaluate(stack.operations, policy.save).cost,
+            marker,
+            color="#CC79A7",
+            label=f"{shorten(row['policy'], 48)}, compiled",
+        )
     axes.plot(
-        [one.compiled_bytes / 2**30 for one in tried],
-        [1e3 * one.proposal.cost for one in tried],
-        "o",
-        color="#56B4E9",
-        label="candidates, compiled",
-    )
-    axes.plot(
-        found.best.compiled_bytes / 2**30,
+        found.best.compiled_bytes / size,
         1e3 * found.best.proposal.cost,
         "*",
         markersize=16,
@@ -155,15 +178,15 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
         label="this plan, compiled",
     )
     axes.axvline(
-        planned.plan.budget_bytes / 2**30,
+        planned.plan.budget_bytes / size,
         color="#D55E00",
         linestyle="--",
         label=f"budget {format_bytes(planned.plan.budget_bytes)}",
     )
-    axes.set_xlabel("device memory, GiB")
+    axes.set_xlabel(f"device memory, {unit}")
     axes.set_ylabel("recomputation and keeping, ms per step (estimated)")
     axes.set_title(f"{planned.plan.model} on {planned.plan.target}")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper right", fontsize="small")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

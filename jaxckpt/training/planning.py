@@ -17,7 +17,13 @@ from jaxckpt.compiler.targets import KINDS, parse_target
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.planner.layer_stack import LayerStack
 from jaxckpt.planner.plan import Plan
-from jaxckpt.planner.search import Found, PlanError, check_static, search
+from jaxckpt.planner.search import (
+    Candidate,
+    Found,
+    PlanError,
+    check_static,
+    search,
+)
 from jaxckpt.planner.solve import Link, Operation, evaluate
 from jaxckpt.policies import parse_policy
 from jaxckpt.training.config import AUTO, TrainConfig, resolve_mesh
@@ -103,12 +109,12 @@ def plan_run(
     progress("tracing the step")
     problem = find_problem(Job(config, target))
     limit = problem.memory_limit
-    budget = budget or f"{100 * safe_share(config):.0f}%"
-    if budget.strip().endswith("%") and not limit:
+    if not limit and (not budget or budget.strip().endswith("%")):
         raise BudgetError(
-            f"{budget} of what? The memory of {target} is not known; give bytes, as in "
+            f"the memory of {target} is not known, so a budget needs bytes: "
             "--memory-budget=14GiB"
         )
+    budget = budget or f"{100 * safe_share(config):.0f}%"
     bytes_allowed = parse_bytes(budget, whole=limit)
     check_static(problem.stack.static, bytes_allowed)
 
@@ -129,7 +135,6 @@ def plan_run(
         )
         problem = dataclasses.replace(problem, stack=stack)
     found = search(problem.stack, bytes_allowed, compile, progress=progress)
-    plan = _plan(config, target, problem, bytes_allowed, found)
     rows = []
     if compare:
         policies = ["none", "nothing_saveable", *best_named(problem, config, found)]
@@ -137,7 +142,39 @@ def plan_run(
             progress(f"compiling {policy}, to compare with")
             rows.append(compile(policy))
         rows = [row for row in rows if "error" not in row]
+        found = _adopt(found, rows, bytes_allowed, problem)
+    plan = _plan(config, target, problem, bytes_allowed, found)
     return PlannedRun(plan, found, problem, rows)
+
+
+def _adopt(
+    found: Found, rows: list[dict[str, Any]], budget: int, problem: Problem
+) -> Found:
+    """A compiled named policy in place of the plan, where it is better all round.
+
+    The model ranks by estimated seconds; a policy that fits, recomputes fewer FLOPs
+    and is estimated no slower (where that is known) is better whatever it says.
+    """
+    best = found.best.row
+
+    def beats(row: dict[str, Any]) -> bool:
+        ours, theirs = best["estimated_step_seconds"], row["estimated_step_seconds"]
+        return (
+            row["device_total_bytes"] <= budget
+            and row["recompute_fraction"] < best["recompute_fraction"]
+            and (not ours or theirs <= ours)
+        )
+
+    better = [row for row in rows if beats(row)]
+    if not better:
+        return found
+    row = min(better, key=lambda one: one["recompute_fraction"])
+    flops = row["flops"]["recompute"] * problem.num_devices
+    proposal = dataclasses.replace(
+        found.best.proposal, layer_plan=row["applied"], flops=flops
+    )
+    adopted = Candidate(proposal, row["device_total_bytes"], row)
+    return dataclasses.replace(found, best=adopted)
 
 
 def resolve_policy(
@@ -178,6 +215,16 @@ def read_plan(config: TrainConfig) -> str:
             f"--plan={config.plan} is for {plan.num_layers} layers of {plan.model}, "
             f"and this is {config.model} with {config.architecture.num_layers}"
         )
+    sizes = {
+        "--batch-size": (plan.batch_size, config.batch_size),
+        "--seq-len": (plan.sequence_length, config.sequence_length),
+    }
+    for flag, (planned, here) in sizes.items():
+        if planned is not None and planned != here:
+            raise ConfigError(
+                f"--plan={config.plan} is for {flag}={planned}, and this is {here}: "
+                "its budget would not hold; plan again"
+            )
     return plan.layer_plan
 
 
@@ -197,12 +244,19 @@ def best_named(problem: Problem, config: TrainConfig, found: Found) -> list[str]
     """
     stack, best = problem.stack, found.best.proposal
     allowed = max(best.memory, min(one.proposal.memory for one in found.tried))
+    matmuls = {
+        one.name
+        for one in stack.operations
+        if one.name and any(stack.operations[read].flops for read in one.reads)
+    }
     promising: list[tuple[float, str]] = []
     for text in default_policies(config):
         policy = parse_policy(text)
-        if policy.rule != "names" or policy.offload:
+        keeps_matmuls = policy.rule == "dots_saveable"
+        if policy.offload or (policy.rule != "names" and not keeps_matmuls):
             continue
-        choice = evaluate(stack.operations, policy.save)
+        names = matmuls if keeps_matmuls else policy.save
+        choice = evaluate(stack.operations, names)
         memory = stack.num_layers * stack.input_bytes + choice.memory(stack.num_layers)
         if memory <= allowed:
             promising.append((choice.cost, text))

@@ -65,6 +65,7 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
         compile_seconds=built.seconds,
     )
     return step_row(step, memory, limit) | {
+        "activation_saving": None,  # known beside the row of none
         "applied": "as written" if job.function else str(built.plan),
         "flops_scope": "per device",
         "memory_limit": limit,

@@ -1,5 +1,6 @@
 """Compute dtypes: gradients under every policy, float32 masters, the loss scale."""
 
+import itertools
 import json
 
 import jax
@@ -9,33 +10,48 @@ import optax
 import pytest
 
 from jaxckpt.training import optim
-from jaxckpt.training.loop import TrainingError
+from jaxckpt.training.loop import TrainingError, _read
+from jaxckpt.training.snapshot import Snapshots, from_canonical, to_canonical
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 # Of the norm of a gradient: some units in the last place of a dtype's matmul inputs.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 3e-2, "float16": 4e-3}
-POLICIES = ["full", "dots_saveable", "save:context", "every:2", "1xnone+2xfull"]
+MIXED = "1xnone+2xfull"
+MORE = ["full", "dots_saveable", "save:context", "every:2", "minimal"]
 
 
-@pytest.fixture
-def program_of(make_config, programs):
+@pytest.fixture(scope="module")
+def program_of(compile_fast, make_config, programs):
     """``(dtype, policy="none", **fields) -> Program``."""
 
     def make(dtype, policy="none", **fields):
         architecture = dict(compute_dtype=dtype)
-        return programs(make_config(policy, architecture=architecture, **fields))
+        config = make_config(policy, architecture=architecture, clip_norm=1e9, **fields)
+        return programs(config)
 
     return make
 
 
-@pytest.fixture
-def gradient_of(make_batch):
+@pytest.fixture(scope="module")
+def start(program_of):
+    """``(program) -> state``: the same first state for all, made once."""
+    scaled = program_of("float16")
+    canonical = to_canonical(scaled, scaled.init())
+
+    def make(program):
+        kept = {name: canonical[name] for name in program.state}
+        return from_canonical(program, kept)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def gradient_of(make_batch, start):
     """``(program, **loss scale) -> per-layer list``: the gradient of a first step."""
-    from jaxckpt.training.snapshot import to_canonical
 
     def find(program, **loss_scale):
-        state = program.init()
+        state = start(program)
         if loss_scale:
             state["loss_scale"] |= loss_scale
         state, metrics = program.step(state, make_batch(program, seed=0))
@@ -55,40 +71,47 @@ def distance(got, want):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gradients_under_a_plan_are_those_without_remat(program_of, gradient_of, dtype):
+    got, want = (gradient_of(program_of(dtype, name)) for name in (MIXED, "none"))
+    assert distance(got, want) < TOLERANCE[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", MORE)
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_gradients_under_every_policy_are_those_without_remat(
-    program_of, gradient_of, dtype
+    program_of, gradient_of, dtype, policy
 ):
-    want = gradient_of(program_of(dtype, clip_norm=1e9))
-    for policy in POLICIES:
-        got = gradient_of(program_of(dtype, policy, clip_norm=1e9))
-        assert distance(got, want) < TOLERANCE[dtype], policy
+    got, want = (gradient_of(program_of(dtype, name)) for name in (policy, "none"))
+    assert distance(got, want) < TOLERANCE[dtype]
 
 
 def test_lower_precision_is_near_float32_and_not_equal(program_of, gradient_of):
-    want = gradient_of(program_of("float32", clip_norm=1e9))
+    want = gradient_of(program_of("float32"))
     for dtype in "bfloat16", "float16":
-        found = distance(gradient_of(program_of(dtype, clip_norm=1e9)), want)
+        found = distance(gradient_of(program_of(dtype)), want)
         assert TOLERANCE["float32"] < found < 2 * TOLERANCE[dtype]
 
 
 def test_without_its_scale_float16_loses_gradients(program_of, gradient_of):
-    want = gradient_of(program_of("float32", clip_norm=1e9))
-    program = program_of("float16", clip_norm=1e9)
+    want = gradient_of(program_of("float32"))
+    program = program_of("float16")
     scaled, bare = gradient_of(program), gradient_of(program, scale=jnp.float32(0.01))
     assert distance(bare, want) > 3 * distance(scaled, want)
 
 
+@pytest.mark.slow
 def test_accumulated_float16_gradients_are_the_full_batch_s(program_of, gradient_of):
-    full = gradient_of(program_of("float16", clip_norm=1e9))
-    parts = gradient_of(program_of("float16", clip_norm=1e9, accumulate=4))
+    full = gradient_of(program_of("float16"))
+    parts = gradient_of(program_of("float16", accumulate=4))
     assert distance(parts, full) < TOLERANCE["float16"]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_master_weights_and_moments_are_float32(program_of, make_batch, dtype):
-    program = program_of(dtype, "save:context")
+def test_master_weights_and_moments_are_float32(program_of, make_batch, start, dtype):
+    program = program_of(dtype, MIXED)
     assert str(program.model.config.compute_dtype) == dtype
-    state, _ = program.step(program.init(), make_batch(program, seed=0))
+    state, _ = program.step(start(program), make_batch(program, seed=0))
     for tree in (
         state["params"],
         optax.tree.get(state["opt_state"], "mu"),
@@ -106,9 +129,9 @@ def test_master_weights_and_moments_are_float32(program_of, make_batch, dtype):
 # ---------------------------------------------------------------- the loss scale
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step(program_of, make_batch):
-    program = program_of("float16", "1xnone+2xfull")
-    state, batch = program.init(), make_batch(program, seed=0)
+def test_a_gradient_that_is_not_finite_skips_the_step(program_of, make_batch, start):
+    program = program_of("float16", MIXED)
+    state, batch = start(program), make_batch(program, seed=0)
     state, _ = program.step(state, batch)
     state["loss_scale"]["scale"] = jnp.float32(2.0**40)
     before = jax.tree.map(np.array, (state["params"], state["opt_state"]))
@@ -165,40 +188,52 @@ def lines(workdir):
     return [json.loads(line, parse_constant=refuse) for line in text]
 
 
-def test_a_run_finds_its_scale_and_snapshots_keep_it(
-    make_config, run_training, tmp_path, monkeypatch
-):
+def test_a_run_finds_its_scale(make_config, run_training, tmp_path, monkeypatch):
     monkeypatch.setattr(optim, "_FIRST_SCALE", 2.0**40)
-
-    def config(dtype="float16", **fields):
-        return make_config(
-            "none", architecture=dict(compute_dtype=dtype),
-            snapshot_every=30, workdir=str(tmp_path), **fields,
-        )  # fmt: skip
-
-    run_training(config(steps=30), tmp_path)
+    config = make_config(
+        steps=30, snapshot_every=0, architecture=dict(compute_dtype="float16")
+    )
+    run_training(config, tmp_path)
     found = lines(tmp_path)
-    skipped = [line for line in found if line["grad_norm"] is None]
-    count = len(skipped)
+    count = sum(line["grad_norm"] is None for line in found)
     assert 10 < count < 30
-    assert [line["loss_scale"] for line in found[: count + 1]] == [
-        2.0 ** (40 - n) for n in range(count + 1)
-    ]
+    assert found[0]["loss_scale"] == 2.0**40
+    for before, after in itertools.pairwise(found):
+        halved = 2 if before["grad_norm"] is None else 1
+        assert after["loss_scale"] == before["loss_scale"] / halved
     assert [line["skipped_steps"] for line in found[:3]] == [1, 2, 3]
     assert len({line["loss"] for line in found[:count]}) > 1  # other batches
     assert found[-1]["skipped_steps"] == count
-    run_training(config(steps=32, resume=True), tmp_path)
-    last = lines(tmp_path)[-1]
-    assert (last["step"], last["skipped_steps"]) == (32, count)
-    assert last["loss_scale"] == found[-1]["loss_scale"]
-    # On in float32 and back: another compute dtype is another state, the same run.
-    losses = run_training(config("float32", steps=34, resume=True), tmp_path)
-    assert "loss_scale" not in lines(tmp_path)[-1]
-    monkeypatch.setattr(optim, "_FIRST_SCALE", 2.0**7)
-    assert len(run_training(config(steps=36, resume=True), tmp_path)) == 36
-    last = lines(tmp_path)[-1]
-    assert (last["loss_scale"], last["skipped_steps"]) == (2.0**7, 0)
-    assert losses[-1] < losses[0]
+    assert found[-1]["loss"] < found[0]["loss"]
+
+
+def test_snapshots_keep_the_scale_and_go_on_in_another_dtype(
+    program_of, start, assert_same, tmp_path
+):
+    def saved(program, state, name):
+        with Snapshots(tmp_path / name, keep=1) as snapshots:
+            snapshots.save(program, state, position=8)
+            snapshots.finish()
+            return [_read(snapshots, program_of(dtype)) for dtype in TOLERANCE]
+
+    scaled = program_of("float16", MIXED)
+    state = start(scaled)
+    state["loss_scale"] |= {"scale": jnp.float32(64), "good_steps": jnp.int32(7)}
+    state["loss_scale"]["skipped_steps"] = jnp.int32(3)
+    full, brain, half = saved(scaled, state, "scaled")
+    kept = from_canonical(scaled, half.state)["loss_scale"]
+    assert jax.tree.map(float, kept) == {
+        "scale": 64, "good_steps": 7, "skipped_steps": 3,
+    }  # fmt: skip
+    for found in full, brain:
+        assert "loss_scale" not in found.state and found.position == 8
+        assert_same(found.state["params"], half.state["params"], rtol=0)
+
+    plain = program_of("float32")
+    full, brain, half = saved(plain, start(plain), "plain")
+    assert "loss_scale" not in full.state
+    fresh = from_canonical(scaled, half.state)["loss_scale"]
+    assert jax.tree.map(float, fresh) == jax.tree.map(float, optim.first_loss_scale())
 
 
 def test_gradients_that_no_scale_makes_finite_end_the_run(
