@@ -10,7 +10,8 @@ the `gpu-compiler` extra; `--model=tiny --target=cpu --mesh= --batch-size=16` ta
 
 Expected: every compiled peak within its budget, and at least 95 % of it used or nothing
 left to gain; cost that falls as the budget grows; at no budget more recomputed FLOPs
-than the best named policy, and at least 20 % fewer on average.
+than the best named policy, and at least 20 % fewer on average over the budgets at which
+that one recomputes anything. (Above the memory of all matmuls' results neither does.)
 """
 
 import argparse
@@ -166,7 +167,8 @@ def main() -> None:
             f"{row['recompute_fraction']:7.2%}  best named "
             f"{row['best_named_recompute']:7.2%} {row['best_named']}  "
             f"step {row['estimated_step_ms']:.0f} ms ({row['best_named_step_ms']:.0f}) "
-            f"{row['compiles']} compiles, {row['seconds']:.0f} s\n    {row['layer_plan']}",
+            f"{row['compiles']} compiles, {row['seconds']:.0f} s\n    "
+            f"{row['layer_plan']}",
             flush=True,
         )
     less = [
@@ -175,7 +177,10 @@ def main() -> None:
         if row["best_named_recompute"]
     ]
     average = statistics.mean(less) if less else 0.0
-    print(f"on average {average:.1%} fewer recomputed FLOPs than the best named policy")
+    print(
+        f"on average {average:.1%} fewer recomputed FLOPs than the best named policy, "
+        f"over the {len(less)} budgets at which that one recomputes anything"
+    )
     wrong = findings(rows)
     if options.json:
         facts = {
@@ -183,6 +188,7 @@ def main() -> None:
             "model": options.model,
             "target": options.target,
             "average_fewer_recomputed_flops": average,
+            "averaged_over_budgets": len(less),
         }
         named = [
             {

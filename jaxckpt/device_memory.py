@@ -232,7 +232,7 @@ def explain_out_of_memory(
         avoid = (
             "preallocate (XLA_PYTHON_CLIENT_PREALLOCATE=true)"
             if memory.preallocated is False
-            else "defragment (--defragment-every)"
+            else "start again, which frees it (--resume)"
         )
         return (
             f"memory of {memory.device} is fragmented: {what} was asked for with "

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxckpt.automatic_names import with_automatic_names
 from jaxckpt.layers import Layers, Run, layer_plan
 from jaxckpt.naming import check_names
-from jaxckpt.policies import NONE, Policy
+from jaxckpt.policies import NONE, Policy, is_automatic
 from jaxckpt.remat import jax_policy, split_static
 from jaxckpt.stack import in_loop, split_layers
 
@@ -114,9 +114,11 @@ class _Layer(nn.Module):
             )
 
         variables = {} if initializing else self.variables
-        if not initializing:  # making weights is another program, with other numbers
-            run = with_automatic_names(run, self.policy.names)
-            check_names(self.policy, run, variables, x, keys, arrays)
+        names = self.policy.names
+        if initializing:  # another program, whose automatic names are others
+            names = [name for name in names if not is_automatic(name)]
+        run = with_automatic_names(run, names)
+        check_names(names, run, variables, x, keys, arrays)
         y, updates = run(variables, x, keys, arrays)
         for collection, values in updates.items():
             for name, value in values.items():

@@ -5,7 +5,7 @@ A value gets a name with ``jax.ad_checkpoint.checkpoint_name(value, "name")``.
 and nested checkpoints, by tracing the function and walking its jaxpr.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
-from jaxckpt.policies import Policy, unknown_names
+from jaxckpt.policies import unknown_names
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ def trace_forward(fn: Callable[..., Any], *args: Any, **kwargs: Any):
     return jax.make_jaxpr(lambda arrays: jax.vjp(*split(arrays)))(arrays)
 
 
-def check_names(policy: Policy, fn: Callable[..., Any], *args: Any) -> None:
-    """Raises PolicyError when the policy speaks of a name the function has not.
+def check_names(names: Collection[str], fn: Callable[..., Any], *args: Any) -> None:
+    """Raises PolicyError when a policy speaks of a name the function has not.
 
     JAX itself ignores such a name and recomputes everything, without a word.
     """
-    if policy.names:
+    if names:
         known = {value.name for value in list_names(fn, *args)}
-        missing = set(policy.names) - known
+        missing = set(names) - known
         if missing:
             raise unknown_names(missing, known)
 

@@ -134,7 +134,7 @@ def checkpoint(
         # numbers that it draws, so a second run of its Python would draw others.
         closed = name_values(jax.make_jaxpr(of_arrays)(arrays), policy.names)
         traced = jex_core.jaxpr_as_fun(closed)
-        check_names(policy, traced, *arrays)
+        check_names(policy.names, traced, *arrays)
         outputs = jax.checkpoint(
             traced, policy=jax_policy(policy), prevent_cse=not in_loop
         )(*arrays)

@@ -12,7 +12,7 @@ from typing import Any
 from jaxckpt import command_line
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.sensitivity_config import SensitivityConfig
-from jaxckpt.units import format_bytes
+from jaxckpt.units import format_bytes, parse_share
 
 PROG = "python -m jaxckpt.sensitivity"
 
@@ -31,9 +31,9 @@ def main() -> None:
 def _measure(config: SensitivityConfig) -> None:
     from jaxckpt.compiler.targets import Target
     from jaxckpt.training.prepare import prepare
-    from jaxckpt.training.sensitivity import measure, parse_threshold
+    from jaxckpt.training.sensitivity import measure
 
-    threshold = parse_threshold(config.threshold)
+    threshold = parse_share(config.threshold)
     console = command_line.make_console(markup=False, emoji=False, highlight=False)
     with console.status("") as status:
         prepared = prepare(config.train_config(), Target("attached"))

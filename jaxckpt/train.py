@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxckpt import command_line
 from jaxckpt.models.presets import ConfigError, model_config
-from jaxckpt.training.config import AUTO, TrainConfig
+from jaxckpt.training.config import TrainConfig
 
 PROG = "python -m jaxckpt.train"
 
@@ -33,7 +33,7 @@ def _planned(config: TrainConfig) -> TrainConfig:
     from jaxckpt.planner.solve import Infeasible
     from jaxckpt.training.planning import resolve_policy
 
-    if not config.plan and config.policy != AUTO:
+    if not config.plan and not config.is_planned:
         return config
     console = command_line.make_console(markup=False, emoji=False, highlight=False)
     try:

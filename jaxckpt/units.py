@@ -47,6 +47,21 @@ def parse_bytes(text: str | int, whole: int | None = None) -> int:
     return int(number * known[unit.lower()])
 
 
+def parse_share(text: str) -> float:
+    """Reads ``40%`` or ``0.4``, a share from 0 to 1.
+
+    Raises:
+      UnitError: anything else.
+    """
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise UnitError(f"{text!r} is no share, such as 40% or 0.4")
+    return share
+
+
 def format_bytes(value: int | None) -> str:
     """Bytes with a binary unit: ``format_bytes(1536) == '1.50 KiB'``."""
     if value is None:

@@ -93,11 +93,17 @@ def test_an_unknown_automatic_name_is_an_error_in_one_line():
         lambda: stack(lambda x, w: (block(x, w), None), "save:tanh.77", 1)(
             X, {"run_0": W[None]}
         ),
-        lambda: Stack(_Dense, 2, "save:tanh.77").init(jax.random.key(0), X),
+        lambda: stack_of_dense("save:tanh.77"),
     ):
         with pytest.raises(PolicyError, match=r"no value is named 'tanh.77'") as error:
             run()
         assert "\n" not in str(error.value)
+
+
+def stack_of_dense(policy):
+    model = Stack(_Dense, 2, policy)
+    variables = model.init(jax.random.key(0), X)
+    return model.apply(variables, X)
 
 
 class _Dense(nn.Module):

@@ -200,13 +200,13 @@ def test_trace_forward_ends_in_the_residuals():
 
 @pytest.mark.parametrize("policy", ["full", "none", "dots_saveable", "save:hidden"])
 def test_check_names_accepts_names_that_exist(policy):
-    check_names(parse_policy(policy), block, X, W)
+    check_names(parse_policy(policy).names, block, X, W)
 
 
 @pytest.mark.parametrize("policy", ["save:hiden", "offload:hiden", "save:hidden,hiden"])
 def test_b1_unknown_name_is_an_error_with_the_nearest_and_all_known(policy):
     with pytest.raises(PolicyError) as error:
-        check_names(parse_policy(policy), block, X, W)
+        check_names(parse_policy(policy).names, block, X, W)
     assert str(error.value) == (
         "no value is named 'hiden' in this block. Did you mean 'hidden'? "
         "Known names: hidden"
@@ -215,7 +215,7 @@ def test_b1_unknown_name_is_an_error_with_the_nearest_and_all_known(policy):
 
 def test_b1_a_block_without_names_says_how_to_name():
     with pytest.raises(PolicyError, match="Known names: none .*checkpoint_name"):
-        check_names(parse_policy("save:a"), lambda x: x, X)
+        check_names(("a",), lambda x: x, X)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     norm_epsilon: float = 1e-5
     """Added to the variance in normalization."""
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of activations and matmul inputs; parameters stay float32."""
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     """Attention kernel; auto: cuDNN flash where the device has it."""

@@ -17,9 +17,10 @@ from jaxckpt.policies import is_automatic, unknown_names
 from jaxckpt.training.mesh_sizes import MESH_AXES, parse_mesh
 from jaxckpt.training.mesh_sizes import resolve_mesh as resolve_mesh
 from jaxckpt.training.policy_schedule import Schedule, parse_schedule
-from jaxckpt.units import parse_bytes
+from jaxckpt.units import parse_bytes, parse_share
 
 AUTO = "auto"  # the policy that the planner finds
+SELECTIVE = "selective:"  # one that is measured: the share of bytes to keep follows
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class TrainConfig:
     policy: str = "none"
     """What each layer keeps for its backward pass: none, dots_saveable, full,
     save:NAME,..., offload:NAME,..., sqrt, every:K, per layer 2xnone+2xfull,
-    another system's: maxtext:minimal, megatron:selective, deepspeed:cpu; or auto: the
-    cheapest within --memory-budget."""
+    another system's: maxtext:minimal, megatron:selective, deepspeed:cpu; auto: the
+    cheapest within --memory-budget; or selective:40%: of the values' bytes the best
+    40 %, as measured here."""
     plan: str = ""
     """A plan of python -m jaxckpt.plan, in place of a policy."""
     policy_schedule: str = ""
@@ -76,6 +78,9 @@ class TrainConfig:
     """Largest global norm of the gradient."""
     seed: int = 0
     """Of initial weights, data order and dropout."""
+    profile_every: int = 100
+    """Steps between two that are profiled, for the time of recomputation; fewer where
+    all of it would take over 1 % of the run. 0: never."""
     eval_every: int = 100
     """Steps between validations; there is one at the end too. 0: never."""
     eval_batches: int = 8
@@ -129,7 +134,9 @@ class TrainConfig:
         if self.policy_schedule and (self.plan or self.policy != "none"):
             other = "--plan" if self.plan else f"--policy={self.policy}"
             raise ConfigError(f"--policy-schedule is in place of {other}; give one")
-        if self.policy == AUTO:
+        if self.policy.startswith(SELECTIVE):
+            parse_share(self.policy.removeprefix(SELECTIVE))
+        if self.is_planned:
             return
         for policy in self.schedule.policies:
             self._check_names(self._layers_of(policy))
@@ -140,6 +147,11 @@ class TrainConfig:
         unknown = {name for name in unknown if not is_automatic(name)}
         if unknown:
             raise unknown_names(unknown, self.architecture.value_names)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the policy is still to be found: ``auto`` or ``selective:...``."""
+        return self.policy == AUTO or self.policy.startswith(SELECTIVE)
 
     @property
     def schedule(self) -> Schedule:

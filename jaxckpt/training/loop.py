@@ -22,7 +22,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from jaxckpt.device_memory import (
+    explain_out_of_memory,
+    is_out_of_memory,
+    local_memory,
+)
 from jaxckpt.models.presets import ConfigError
+from jaxckpt.monitor import Monitor
 from jaxckpt.receipt import print_receipt, print_warnings, write_receipt
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.corpus import Corpus, load_corpus
@@ -197,6 +203,7 @@ class _Run:
     inspected: Inspected  # the program in force
     state: State
     chooser: Chooser
+    monitor: Monitor
 
     def __init__(
         self,
@@ -235,6 +242,12 @@ class _Run:
             self.state = self.programs.changes[self.policy, policy](self.state)
             self.console.print(f"step {step}: policy {policy}", highlight=False)
         self.policy, self.inspected = policy, self.programs.inspected[policy]
+        if getattr(self, "monitor", None):
+            self.monitor.watch(self.inspected.compiled_step)
+        else:
+            every = self.config.profile_every if jax.process_index() == 0 else 0
+            say = functools.partial(self.console.print, highlight=False, soft_wrap=True)
+            self.monitor = Monitor(self.inspected.compiled_step, every=every, say=say)
         receipt, workdir = self.inspected.receipt, Path(self.config.workdir)
         write_receipt(receipt, workdir / "receipt.json")
         if self.config.policy_schedule:
@@ -262,8 +275,12 @@ class _Run:
                 if self._use(self.chooser.policy(step - 1), step - 1):
                     clock = time.perf_counter()
                 batch = jax.device_put(dict(next(data)), self._batch_shardings())
-                self.state, metrics = self.inspected.compiled_step(self.state, batch)
-                record = self._record(step, metrics, clock)
+                spent = self.monitor.spent
+                with self._explained(), self.monitor.step(step) as seen:
+                    compiled_step = self.inspected.compiled_step
+                    self.state, metrics = compiled_step(self.state, batch)
+                clock += self.monitor.spent - spent  # profiling is not the step's time
+                record = self._record(step, metrics, clock) | seen.metrics
                 self.chooser.observe(step, record["loss"])
                 clock = time.perf_counter()
                 position += config.batch_size
@@ -279,6 +296,18 @@ class _Run:
                 self.snapshots.check()
                 self._show(progress, bar, record)
                 clock = time.perf_counter() if _paused(config, step) else clock
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says of memory that ran out what of, and what would help."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            needed = self.inspected.receipt["step"]["device_total_bytes"]
+            line = explain_out_of_memory(error, needed, local_memory()[0])
+            raise TrainingError(line) from error
 
     def _record(self, step: int, metrics: dict[str, jax.Array], clock: float) -> dict:
         values: dict[str, Any]

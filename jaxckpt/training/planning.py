@@ -26,7 +26,7 @@ from jaxckpt.planner.search import (
 )
 from jaxckpt.planner.solve import Link, Operation, evaluate
 from jaxckpt.policies import parse_policy
-from jaxckpt.training.config import AUTO, TrainConfig, resolve_mesh
+from jaxckpt.training.config import AUTO, SELECTIVE, TrainConfig, resolve_mesh
 from jaxckpt.training.job import Job, environment, run_job
 from jaxckpt.training.reporting import default_policies, safe_share
 from jaxckpt.units import parse_bytes
@@ -188,6 +188,12 @@ def resolve_policy(
     """
     if config.plan:
         return dataclasses.replace(config, plan="", policy=read_plan(config))
+    if config.policy.startswith(SELECTIVE):
+        from jaxckpt.training.sensitivity import selective_plan
+
+        progress("measuring the layers")
+        plan = selective_plan(Job(config, target))
+        return dataclasses.replace(config, policy=plan)
     if config.policy != AUTO:
         return config
     bare = dataclasses.replace(config, policy="none", memory_budget="")

@@ -9,9 +9,11 @@ round otherwise than the one of the forward pass.
 """
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,15 +23,18 @@ import numpy as np
 from jaxckpt.compiler.memory import compile_step
 from jaxckpt.compiler.residuals import block_residuals
 from jaxckpt.layers import LayerPlan, Run
-from jaxckpt.policies import FULL, NONE, Policy, PolicyError
+from jaxckpt.policies import FULL, NONE, Policy
 from jaxckpt.remat import checkpoint
 from jaxckpt.stack import merge_layers
-from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.config import SELECTIVE, TrainConfig
 from jaxckpt.training.inspect import one_layer
+from jaxckpt.training.job import Job, environment
 from jaxckpt.training.sharding import Placement
 from jaxckpt.training.step import make_program
+from jaxckpt.units import parse_share
 
 _WARMUP, _ROUNDS = 2, 9
+_RESULT = "jaxckpt-plan: "
 # A layer whose gradient moves by more than this many roundings keeps everything.
 _ROUNDINGS = 64
 
@@ -102,23 +107,6 @@ class Sensitivity:
             else:
                 runs.append(Run(1, policy))
         return LayerPlan(tuple(runs))
-
-
-def parse_threshold(text: str) -> float:
-    """Reads ``40%`` or ``0.4``.
-
-    Raises:
-      PolicyError: anything that is no share.
-    """
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise PolicyError(
-            f"{text!r} is no share of the named values' bytes, such as 40% or 0.4"
-        )
-    return share
 
 
 def measure(
@@ -246,3 +234,43 @@ def _distance(ours: Any, reference: Any) -> float:
         difference += float(np.sum((a - b) ** 2))
         total += float(np.sum(b**2))
     return (difference / total) ** 0.5 if total else 0.0
+
+
+def selective_plan(job: Job) -> str:
+    """The layer plan of ``--policy=selective:THRESHOLD``, measured in a new process.
+
+    Raises:
+      SensitivityError: it cannot be measured, with the reason.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxckpt.training.sensitivity"],
+        input=job.as_json(),
+        capture_output=True,
+        text=True,
+        env=environment(job.target),
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
+    if not found:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise SensitivityError(f"{job.config.policy} cannot be measured: {reason}")
+    return found[0].removeprefix(_RESULT)
+
+
+class SensitivityError(RuntimeError):
+    """A layer that cannot be measured. One line."""
+
+
+def _main() -> None:
+    from jaxckpt.compiler.targets import parse_target
+    from jaxckpt.training.prepare import prepare
+
+    job = Job.from_json(sys.stdin.read())
+    threshold = parse_share(job.config.policy.removeprefix(SELECTIVE))
+    bare = replace(job.config, policy="none")
+    prepared = prepare(bare, parse_target(job.target))
+    found = measure(prepared.config, prepared.placement)
+    print(f"{_RESULT}{found.plan(threshold)}")
+
+
+if __name__ == "__main__":
+    _main()

@@ -10,15 +10,10 @@ import jax
 import pytest
 
 from jaxckpt.models.presets import model_config
-from jaxckpt.policies import PolicyError
 from jaxckpt.training.config import TrainConfig
-from jaxckpt.training.sensitivity import (
-    Sensitivity,
-    ValueSensitivity,
-    measure,
-    parse_threshold,
-)
+from jaxckpt.training.sensitivity import Sensitivity, ValueSensitivity, measure
 from jaxckpt.training.sharding import make_placement
+from jaxckpt.units import UnitError, parse_share
 
 LAYERS, BATCH, TIME, DIM, MLP = 3, 2, 16, 32, 48
 
@@ -98,13 +93,13 @@ def test_nothing_that_saves_time_is_full_remat():
 
 @pytest.mark.parametrize("text, share", [("40%", 0.4), ("0.25", 0.25), ("0", 0.0)])
 def test_thresholds(text, share):
-    assert parse_threshold(text) == share
+    assert parse_share(text) == share
 
 
 @pytest.mark.parametrize("text", ["", "x", "140%", "-1", "2"])
 def test_what_is_no_threshold(text):
-    with pytest.raises(PolicyError, match="no share"):
-        parse_threshold(text)
+    with pytest.raises(UnitError, match="no share"):
+        parse_share(text)
 
 
 def test_the_command(tmp_path):
