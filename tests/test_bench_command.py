@@ -13,6 +13,8 @@ import pytest
 from jaxckpt import Plan, bench, command_line
 from jaxckpt.training import benchmark
 
+pytestmark = pytest.mark.xdist_group("bench")  # what is made once is shared
+
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     **os.environ,

@@ -29,6 +29,8 @@ from jaxckpt.training.inspect import inspect_run
 from jaxckpt.training.sharding import make_placement
 from jaxckpt.training.step import make_program
 
+pytestmark = pytest.mark.xdist_group("receipt")  # what is made once is shared
+
 LAYERS = 12
 SIZES = {"context": 100, "mlpwi_0": 300, "query_proj": 100}
 
@@ -99,6 +101,7 @@ def test_fields_of_a_receipt():
         "temp_bytes": 1000,
         "host_temp_bytes": 0,
         "device_total_bytes": 2100,
+        "flops_scope": "all devices",
         "activation_saving": 0.75,
         "flops": {"forward": 100, "recompute": 60, "backward": 200, "other": 0},
         "recompute_fraction": 0.2,

@@ -17,6 +17,8 @@ from jaxckpt.training import reporting
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.job import Job, run_job
 
+pytestmark = pytest.mark.xdist_group("report")  # what is made once is shared
+
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     **os.environ,

@@ -14,6 +14,8 @@ import pytest
 from jaxckpt import command_line
 from jaxckpt.training import loop
 
+pytestmark = pytest.mark.xdist_group("train")  # what is made once is shared
+
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "jaxckpt.train"]
 ENVIRONMENT = {
@@ -222,7 +224,7 @@ def refused(tmp_path, monkeypatch, capsys):
         (["--seq-len=-1"], ["--seq-len=-1 must be 0 or more"]),
         (["--learning-rate=nan"], ["--learning-rate=nan"]),
         (["--seed=99999999999999999999"], ["--seed=99999999999999999999 is too large"]),
-        (["--compute-dtype=float16"], ["--compute-dtype", "'bfloat16'"]),
+        (["--compute-dtype=float64"], ["--compute-dtype", "'bfloat16'"]),
         (["--attention=cudnn"], ["--attention=cudnn is not possible here"]),
         (["--batch-size=7", "--accumulate=2"], ["use --batch-size=8"]),
         (["--batch-size=12"], ["--batch-size=12", "fsdp", "use --batch-size=16"]),

@@ -16,6 +16,8 @@ from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.sharding import make_placement
 from jaxckpt.training.step import make_program
 
+pytestmark = pytest.mark.xdist_group("hlo")  # what is made once is shared
+
 
 def compiled(fn, *args):
     return parse_hlo(jax.jit(fn).lower(*args).compile().as_text())

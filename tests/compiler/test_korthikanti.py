@@ -99,6 +99,7 @@ def test_without_checkpointing_jax_keeps_more_and_the_tensors_are_named():
     assert ("context", "bfloat16") not in off
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_under_every_policy(assert_same):
     model = korthikanti.Model(a=2, h=16, s=8, b=2)
     placement = make_placement({}, jax.devices()[:1])

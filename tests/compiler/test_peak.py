@@ -14,6 +14,8 @@ from jaxckpt.compiler.peak import (
 )
 from jaxckpt.compiler.value_names import argument_group, operation
 
+pytestmark = pytest.mark.xdist_group("peak")  # what is made once is shared
+
 # A layer loop that keeps what `up` gives, in a stack of three, and hands on `x`.
 STEP = """HloModule jit_step, is_scheduled=true
 

@@ -133,12 +133,11 @@ def check(plan, scan, devices, dropout, assert_same):
     assert_same(gradient(plan, scan, devices, dropout), want, rtol=1e-6)
 
 
-# Every plan on one device with dropout, and the other corners for a few of them.
-CUT = [(plan, True, 1, 0.25) for plan in PLANS[1:]]
-CUT += [(plan, False, 1, 0.25) for plan in ("full", "every:3", PLANS[-2])]
-CUT += [(plan, True, 8, 0.25) for plan in ("minimal", "2xnone+3xsave:context+2xfull")]
-CUT += [(plan, True, 8, 0.0) for plan in ("offload:decoder_layer_input", "sqrt")]
-CUT += [("full", True, 1, 0.0), ("save:context,out_proj", False, 8, 0.25)]
+# Every other plan on one device with dropout, and other corners for a few of them.
+CUT = [(plan, True, 1, 0.25) for plan in PLANS[1::2]]
+CUT += [(plan, False, 1, 0.25) for plan in ("full", "every:3")]
+CUT += [("2xnone+3xsave:context+2xfull", True, 8, 0.25)]
+CUT += [("offload:decoder_layer_input", True, 8, 0.0)]
 
 
 @pytest.mark.parametrize("plan, scan, devices, dropout", CUT)

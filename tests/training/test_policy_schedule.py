@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -491,41 +490,3 @@ def test_tiny_with_six_switches_trains_as_without(
     losses = run_training(config, tmp_path / "switched", mesh)
     np.testing.assert_allclose(losses, plain, rtol=1e-6, atol=0)
     assert set(compilations[1:]) == {compilations[0]}
-
-
-@pytest.mark.slow
-def test_two_kills_of_the_real_command(text_file, tmp_path):
-    def start(workdir, resume=False):
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-m", "jaxckpt.train", f"--workdir={workdir}"),
-                *(f"--data={text_file}", "--num-layers=2", "--dim=32", "--num-heads=2"),
-                *("--mlp-dim=64", "--seq-len=16", "--batch-size=4", "--eval-every=0"),
-                *("--snapshot-every=3", "--steps=300", *["--resume"][: int(resume)]),
-                "--policy-schedule=0:none,50:1xnone+1xfull,200:none",
-            ],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    expected = start(tmp_path / "straight")
-    assert expected.wait() == 0, expected.stderr.read()
-    run = tmp_path / "run"
-    for number, lines in enumerate((70, 140)):
-        process = start(run, resume=bool(number))
-        metrics = run / "metrics.jsonl"
-        while process.poll() is None and not (
-            metrics.exists() and metrics.read_bytes().count(b"\n") >= lines
-        ):
-            time.sleep(0.002)
-        process.kill()
-        process.communicate()
-        assert process.returncode == -9
-    process = start(run, resume=True)
-    assert process.wait() == 0, process.stderr.read()
-
-    def told(workdir):
-        keys = "step", "policy", "loss"
-        return [[record[key] for key in keys] for record in records(workdir)]
-
-    assert told(run) == told(tmp_path / "straight")

@@ -155,7 +155,7 @@ def test_the_default_ladder_is_valid_from_none_to_full_with_offload(preset):
     policies = default_policies(config)
     assert policies[0] == "none" and "nothing_saveable" in policies
     assert any(policy.startswith("offload:") for policy in policies)
-    plans = {dataclasses.replace(config, policy=policy).plan for policy in policies}
+    plans = {dataclasses.replace(config, policy=policy).layers for policy in policies}
     assert len(plans) == len(policies) == 6
 
 

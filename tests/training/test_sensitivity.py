@@ -15,6 +15,8 @@ from jaxckpt.training.sensitivity import Sensitivity, ValueSensitivity, measure
 from jaxckpt.training.sharding import make_placement
 from jaxckpt.units import UnitError, parse_share
 
+pytestmark = pytest.mark.xdist_group("sensitivity")  # what is made once is shared
+
 LAYERS, BATCH, TIME, DIM, MLP = 3, 2, 16, 32, 48
 
 
@@ -102,6 +104,7 @@ def test_what_is_no_threshold(text):
         parse_share(text)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     done = subprocess.run(
         [
