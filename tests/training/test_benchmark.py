@@ -267,7 +267,7 @@ command_line.run(main, prog="bench")
         assert process.poll() is None
     assert alive(tmp_path)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=90)
     assert (process.returncode, errors) == (130, "bench: error: interrupted\n")
     assert not alive(tmp_path)
 
