@@ -166,7 +166,7 @@ def _is_nnx(leaf: Any) -> bool:
     )
 
 
-_NNX = ("Module", "Variable")
+_NNX = ("Module",)  # a state of nnx.split holds variables and is data
 
 
 def split_static(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

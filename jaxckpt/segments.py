@@ -112,12 +112,14 @@ def cut(closed: jex_core.ClosedJaxpr, most: int = 24) -> tuple[int, ...]:
 
 
 def _made_inside(equation: Any) -> int:
-    """Bytes that an equation makes, of branches and calls the costliest one's."""
-    inside = [
+    """Bytes that an equation makes; of a conditional, inside its costliest branch."""
+    outputs = sum(aval_bytes(result.aval) for result in variables(equation.outvars))
+    if equation.primitive.name != "cond":
+        return outputs
+    branches = [
         sum(_made_inside(one) for one in body.eqns) for body in subjaxprs(equation)
     ]
-    outputs = sum(aval_bytes(result.aval) for result in variables(equation.outvars))
-    return max(outputs, *inside) if inside else outputs
+    return max(outputs, *branches)
 
 
 def stages(closed: jex_core.ClosedJaxpr, starts: Sequence[int]) -> list[Stage]:

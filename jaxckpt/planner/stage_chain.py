@@ -145,7 +145,7 @@ class StageChain:
         flat = [Stage(index, _FULL) for index in range(len(self.stages))]
         plain = [Stage(index) for index in range(len(flat))]
         found = [self._proposal(Schedule(tuple(flat)))]
-        for size in sorted({2, sqrt_group(len(flat))} - {1}):
+        for size in sorted({2, 3, sqrt_group(len(flat))} - {1}):
             for inner in (flat, plain):
                 found.append(self._proposal(grouped(inner, size)))
         memory = least_memory(self.chain)
