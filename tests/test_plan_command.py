@@ -121,6 +121,7 @@ def test_a_report_takes_the_plan_as_a_policy(planned):
     assert row["device_total_bytes"] == plan.compiled["device_total_bytes"]
 
 
+@pytest.mark.slow
 def test_auto_trains_within_a_budget(tmp_path):
     done = command(
         "train", *SMALL, "--policy=auto", "--memory-budget=20MiB", "--steps=1",
@@ -138,6 +139,7 @@ def test_static_state_above_the_budget_is_said_without_compiling(tmp_path):
     assert "compiling" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_plan_meets(tmp_path):
     done = command("plan", *SMALL, "--target=cpu", "--memory-budget=9MiB", cwd=tmp_path)
     refused(done, 3, "no plan fits 9.00 MiB", "temporaries")

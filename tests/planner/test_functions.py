@@ -223,6 +223,7 @@ def shapes(**sizes):
     return {k: jax.ShapeDtypeStruct(size, jnp.float32) for k, size in sizes.items()}
 
 
+@pytest.mark.slow
 def test_a_stack_within_budgets(assert_same):
     square = dict.fromkeys(("query", "key", "value", "out"), (32, 32))
     weights = shapes(**square, up=(32, 128), down=(128, 32))

@@ -299,6 +299,7 @@ def unswitched(compile_fast, make_config, run_training, tmp_path_factory):
     return run_training(config, tmp_path_factory.mktemp("unswitched"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_fast")
 def test_six_switches_train_as_none_and_recompile_nothing(
     make_config, run_training, unswitched, compilations, tmp_path

@@ -30,6 +30,7 @@ def measured():
     return measure(config, make_placement({}, jax.devices()[:1]), rounds=3)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_values(measured):
     row = 4 * BATCH * TIME
     found = {value.name: value.nbytes for value in measured.values}
@@ -44,6 +45,7 @@ def test_bytes_are_those_of_the_values(measured):
     }
 
 
+@pytest.mark.slow
 def test_times_are_measured_and_none_is_negative(measured):
     assert measured.full_seconds > 0 and measured.none_seconds > 0
     assert all(value.seconds >= 0 for value in measured.values)
@@ -51,6 +53,7 @@ def test_times_are_measured_and_none_is_negative(measured):
     assert ratios == sorted(ratios, reverse=True)
 
 
+@pytest.mark.slow
 def test_float32_recomputation_is_within_rounding(measured):
     assert len(measured.effects) == LAYERS
     assert all(effect < 1e-6 for effect in measured.effects)
