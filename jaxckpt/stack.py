@@ -21,10 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core as jex_core
 
+from jaxckpt.automatic_names import name_values
 from jaxckpt.layers import LayerPlan, Layers, Run, layer_plan
+from jaxckpt.naming import list_names
 from jaxckpt.policies import PolicyError
-from jaxckpt.remat import checkpoint
+from jaxckpt.remat import checkpoint, split_static
 
 Tree = Any
 Body = Callable[[Any, Any], tuple[Any, Any]]
@@ -67,6 +70,7 @@ def stack(
 
     Source: Chen et al. 2016, arXiv 1604.06174, sections 4.1 to 4.3.
     """
+    check_values = getattr(plan, "check_values", None)  # of a Plan
     plan = layer_plan(plan, num_layers)
 
     def run_stack(carry, values):
@@ -77,11 +81,27 @@ def stack(
                 f"values are not in the layout of {plan}: expected "
                 f"{{{', '.join(expected[:3])}, ...}}, got {found}; use split_layers"
             )
+        if check_values:
+            check_values(_values_of_a_layer(body, plan, scan, carry, values))
         if scan:
             return _scan_runs(body, plan.runs, carry, values)
         return _unroll(body, plan, carry, values)
 
     return run_stack
+
+
+def _values_of_a_layer(body: Body, plan: LayerPlan, scan: bool, carry, values):
+    """Every value that a policy could keep in the first layer; nothing runs."""
+    first = jax.eval_shape(
+        lambda values: merge_layers(values, plan, plan.num_layers, scan=scan)[0], values
+    )
+    arrays, rebuild = split_static((carry, first))
+
+    def layer(*arrays):
+        return split_static(body(*rebuild(list(arrays))))[0]
+
+    closed = name_values(jax.make_jaxpr(layer)(*arrays))
+    return list_names(jex_core.jaxpr_as_fun(closed), *closed.in_avals)
 
 
 def split_layers(

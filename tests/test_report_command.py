@@ -511,28 +511,3 @@ def test_on_every_kind_more_remat_takes_less_memory(
         assert ("XLA" in row["attention"]) == (kind == "t4")
         temp[policy] = row["temp_bytes"]
     assert temp["none"] > temp["dots_saveable"] > temp["nothing_saveable"] > 0
-
-
-# ---------------------------------------------------------------- absent TPUs
-
-
-def test_a_tpu_that_is_not_there(tmp_path):
-    pytest.importorskip("libtpu")
-    done = command(
-        *SMALL, "--target=v5e:2x2", "--policies", "none", "full", "--json=v5e.json",
-        cwd=tmp_path,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "XLA attention: cuDNN's flash kernel needs a GPU, this is a tpu" in (
-        done.stdout
-    )
-    assert "TPU: bytes are compiled by XLA:TPU" in done.stdout
-    report = report_of(tmp_path, "v5e.json")
-    assert (report["mesh"], report["memory_limit"]) == ("fsdp:4", int(15.75 * 2**30))
-    none, full = report["rows"]
-    assert none["fits"] and full["fits"] and none["argument_bytes"] > 0
-    assert none["temp_bytes"] >= full["temp_bytes"]
-    assert full["flops"]["forward"] == none["flops"]["forward"] > 0
-    assert 0.15 < full["recompute_fraction"] < 0.33
-    assert none["estimated_step_seconds"] is none["bound"] is None
-    assert set(none["collective_bytes"].values()) == {None}

@@ -182,11 +182,11 @@ def _compute_seconds(
     for inner in program.module.inside(instruction):
         if flops := instruction_flops(program.module, inner):
             dtype = program.module.operand_shapes(inner)[0].dtype
-            seconds += flops / _peak(kind, dtype)
+            seconds += flops / matmul_peak(kind, dtype)
     return seconds
 
 
-def _peak(kind: GpuKind, dtype: str) -> float:
+def matmul_peak(kind: GpuKind, dtype: str) -> float:
     """Matmul FLOP/s: 16 bits as listed; float32 as TF32, half of it, from Ampere on."""
     if dtype.startswith(("f8", "s8", "u8")) and kind.capability >= (8, 9):
         return 2 * kind.matmul_flops

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxckpt.training.job import Job, environment
-from jaxckpt.training.reporting import _available_bytes as available_bytes
+from jaxckpt.training.reporting import available_bytes
 
 WARMUP = 3  # steps of each process that are not counted
 INTERLEAVED = "step by step in turns"

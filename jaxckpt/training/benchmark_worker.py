@@ -27,8 +27,8 @@ from jaxckpt.compiler.flops import PHASES, count_flops
 from jaxckpt.compiler.gpu_kinds import KINDS, GpuKind
 from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.compiler.memory import compile_step, memory_bytes
-from jaxckpt.compiler.schedule import _peak as peak_flops
 from jaxckpt.compiler.schedule import estimate_step_seconds
+from jaxckpt.compiler.schedule import matmul_peak as peak_flops
 from jaxckpt.compiler.targets import Target
 from jaxckpt.training.job import Job
 from jaxckpt.training.prepare import prepare

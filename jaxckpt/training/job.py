@@ -106,6 +106,25 @@ def run_job(job: Job, cache: Path) -> dict[str, Any]:
     return row
 
 
+def ask(module: str, job: Job, marker: str) -> tuple[str | None, str]:
+    """Runs a module on a job in a new process; what it printed behind a marker.
+
+    Returns:
+      The answer, None if there is none, and then the last line it said of why.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        input=job.as_json(),
+        capture_output=True,
+        text=True,
+        env=environment(job.target),
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith(marker):
+            return line.removeprefix(marker), ""
+    return None, (done.stderr.strip().splitlines() or ["no message"])[-1]
+
+
 def environment(target: str, flags: str = "") -> dict[str, str]:
     """Of a process that traces or compiles for a target, with more XLA flags."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"

@@ -7,7 +7,6 @@ Tracing a step for absent GPUs needs JAX on the CPU, as compiling does (see
 import dataclasses
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from jaxckpt.planner.search import (
 from jaxckpt.planner.solve import Link, Operation, evaluate
 from jaxckpt.policies import parse_policy
 from jaxckpt.training.config import AUTO, SELECTIVE, TrainConfig, resolve_mesh
-from jaxckpt.training.job import Job, environment, run_job
+from jaxckpt.training.job import Job, ask, run_job
 from jaxckpt.training.reporting import default_policies, safe_share
 from jaxckpt.units import parse_bytes
 
@@ -325,18 +324,10 @@ def find_problem(job: Job) -> Problem:
     Raises:
       PlanError: the step does not trace, with the reason.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxckpt.training.planning"],
-        input=job.as_json(),
-        capture_output=True,
-        text=True,
-        env=environment(job.target),
-    )
-    found = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
-    if not found:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    answer, reason = ask("jaxckpt.training.planning", job, _RESULT)
+    if answer is None:
         raise PlanError(f"the step cannot be traced: {reason}")
-    data = json.loads(found[0].removeprefix(_RESULT))
+    data = json.loads(answer)
     fields = data.pop("stack")
     fields["operations"] = [
         Operation(**one | {"reads": tuple(one["reads"])})

@@ -36,7 +36,7 @@ def compile_rows(
     jobs: Sequence[Job], cache: Path, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Runs jobs side by side, as many as memory and cores allow; rows in order."""
-    width = max(1, min(os.cpu_count() or 1, _available_bytes() // _BYTES_PER_JOB))
+    width = max(1, min(os.cpu_count() or 1, available_bytes() // _BYTES_PER_JOB))
     done = 0
 
     def run(job: Job) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def compile_rows(
     return rows
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory of this machine that is free or given back on demand."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return 1024 * int(found[1]) if found else 0

@@ -9,7 +9,6 @@ round otherwise than the one of the forward pass.
 """
 
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from jaxckpt.remat import checkpoint
 from jaxckpt.stack import merge_layers
 from jaxckpt.training.config import SELECTIVE, TrainConfig
 from jaxckpt.training.inspect import one_layer
-from jaxckpt.training.job import Job, environment
+from jaxckpt.training.job import Job, ask
 from jaxckpt.training.sharding import Placement
 from jaxckpt.training.step import make_program
 from jaxckpt.units import parse_share
@@ -242,18 +241,10 @@ def selective_plan(job: Job) -> str:
     Raises:
       SensitivityError: it cannot be measured, with the reason.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxckpt.training.sensitivity"],
-        input=job.as_json(),
-        capture_output=True,
-        text=True,
-        env=environment(job.target),
-    )
-    found = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
-    if not found:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    answer, reason = ask("jaxckpt.training.sensitivity", job, _RESULT)
+    if answer is None:
         raise SensitivityError(f"{job.config.policy} cannot be measured: {reason}")
-    return found[0].removeprefix(_RESULT)
+    return answer
 
 
 class SensitivityError(RuntimeError):

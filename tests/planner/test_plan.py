@@ -3,8 +3,10 @@
 import json
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
 import pytest
 
+from jaxckpt import split_layers, stack
 from jaxckpt.planner.plan import VERSION, Plan, PlanFileError
 from jaxckpt.policies import PolicyError
 
@@ -209,3 +211,14 @@ def test_check_values():
         message = one_line(error)
         assert "the plan keeps tanh.0, float32[4, 8], and here that is" in message
         assert f"{other.dtype}{list(other.shape)}" in message
+
+
+def test_a_stack_refuses_a_plan_of_another_layer():
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    run = stack(layer, PLAN, 4)
+    weights = split_layers(jnp.ones((4, 8, 8)), PLAN, 4)
+    run(jnp.ones((4, 8)), weights)
+    with pytest.raises(PolicyError, match="the plan keeps tanh.0"):
+        run(jnp.ones((5, 8)), weights)
