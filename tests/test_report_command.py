@@ -12,7 +12,6 @@ import pytest
 
 from jaxckpt import command_line
 from jaxckpt.compiler.targets import KINDS, TargetError, check_installed
-from jaxckpt.models.presets import model_config
 from jaxckpt.training import reporting
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.job import Job, run_job
@@ -493,21 +492,3 @@ def test_a_gpu_that_is_not_there(gpu_compiler, tmp_path):
     assert none["fits"] and full["fits"] and none["temp_bytes"] > full["temp_bytes"]
     assert none["estimated_step_seconds"] > 0
     assert none["collective_bytes"]["forward"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_every_kind_more_remat_takes_less_memory(
-    gpu_compiler, monkeypatch, tmp_path, kind
-):
-    """Of a GPT: none > dots_saveable > nothing_saveable in temporary memory."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    gpt = model_config("gpt2-124m", num_layers=4)
-    temp = {}
-    for policy in "none", "dots_saveable", "nothing_saveable":
-        config = TrainConfig(architecture=gpt, policy=policy, batch_size=8, seq_len=512)
-        row = run_job(Job(config, f"{kind}:1"), tmp_path)
-        assert "error" not in row, row
-        assert ("XLA" in row["attention"]) == (kind == "t4")
-        temp[policy] = row["temp_bytes"]
-    assert temp["none"] > temp["dots_saveable"] > temp["nothing_saveable"] > 0

@@ -1,4 +1,4 @@
-"""A report for TPUs that are not there; needs libtpu."""
+"""Reports for every kind of GPU, and for TPUs, that are not there."""
 
 import json
 import os
@@ -8,7 +8,32 @@ from pathlib import Path
 
 import pytest
 
+from jaxckpt.compiler.targets import KINDS, TargetError, check_installed
+from jaxckpt.models.presets import model_config
+from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.job import Job, run_job
+
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_every_kind_more_remat_takes_less_memory(monkeypatch, tmp_path, kind):
+    """Of a GPT: none > dots_saveable > nothing_saveable in temporary memory."""
+    try:
+        check_installed()
+    except TargetError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    gpt = model_config("gpt2-124m", num_layers=4)
+    temp = {}
+    for policy in "none", "dots_saveable", "nothing_saveable":
+        config = TrainConfig(architecture=gpt, policy=policy, batch_size=8, seq_len=512)
+        row = run_job(Job(config, f"{kind}:1"), tmp_path)
+        assert "error" not in row, row
+        assert ("XLA" in row["attention"]) == (kind == "t4")
+        temp[policy] = row["temp_bytes"]
+    assert temp["none"] > temp["dots_saveable"] > temp["nothing_saveable"] > 0
 
 
 def test_a_tpu_that_is_not_there(tmp_path):
