@@ -14,7 +14,7 @@ from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.models.dialects import translate
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.policies import is_automatic, unknown_names
-from jaxckpt.training.mesh_sizes import MESH_AXES, parse_mesh
+from jaxckpt.training.mesh_sizes import parse_mesh
 from jaxckpt.training.mesh_sizes import resolve_mesh as resolve_mesh
 from jaxckpt.training.policy_schedule import Schedule, parse_schedule
 from jaxckpt.units import parse_bytes, parse_share
@@ -218,7 +218,7 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
     Raises:
       ConfigError: naming the flag, and its nearest value that would do.
     """
-    data, fsdp, tensor = (sizes.get(axis, 1) for axis in MESH_AXES)
+    data, fsdp, tensor = (sizes.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
     model = config.architecture
     joined = fsdp * tensor  # what the output projections contract is cut over both
     of_heads = ("dim", joined, "fsdp x tensor")

@@ -5,7 +5,8 @@ import math
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.policies import nearest
 
-MESH_AXES = ("data", "fsdp", "tensor")
+# Outermost first: what talks least crosses the slowest links.
+MESH_AXES = ("data", "pipe", "fsdp", "context", "tensor")
 
 
 def parse_mesh(text: str) -> dict[str, int]:

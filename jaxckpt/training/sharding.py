@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt.linen import LAYER_AXIS
-from jaxckpt.training.config import MESH_AXES
+from jaxckpt.training.mesh_sizes import MESH_AXES
 
 _RULES: dict[str, Any] = {
     "batch": ("data", "fsdp"),
@@ -44,7 +44,7 @@ class Placement:
     """A mesh and the rules that put logical axes on it.
 
     Attributes:
-      mesh: the devices, with axes data, fsdp and tensor (some of size 1).
+      mesh: the devices, with the axes of `MESH_AXES` (some of size 1).
       sequence_parallel: shard the residual stream's time axis over ``tensor``
         between the tensor-parallel regions (Korthikanti et al. 2022).
     """

@@ -49,10 +49,14 @@ def test_parse_mesh(text, sizes):
 @pytest.mark.parametrize(
     "text, problem",
     [
-        ("dta:2", "unknown axis 'dta'. Did you mean 'data'? Known: data, fsdp, tensor"),
+        (
+            "dta:2",
+            "unknown axis 'dta'. Did you mean 'data'? "
+            "Known: data, pipe, fsdp, context, tensor",
+        ),
         ("data:2,data:4", "data is given twice"),
-        ("data:2,", "unknown axis ''. Known: data, fsdp, tensor"),
-        ("8", "unknown axis '8'. Known: data, fsdp, tensor"),
+        ("data:2,", "unknown axis ''. Known: data, pipe, fsdp, context, tensor"),
+        ("8", "unknown axis '8'. Known: data, pipe, fsdp, context, tensor"),
         *(
             (f"data{size}", "data needs a number of devices, as in data:2")
             for size in ("", ":", ":0", ":-2", ":x", ":2.0", ":2:2")
