@@ -16,7 +16,7 @@ from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.policies import is_automatic, unknown_names
 from jaxckpt.training.mesh_sizes import parse_mesh
 from jaxckpt.training.mesh_sizes import resolve_mesh as resolve_mesh
-from jaxckpt.training.policy_schedule import Schedule, parse_schedule
+from jaxckpt.training.policy_schedule import Schedule, parse_schedule, split_entry
 from jaxckpt.units import parse_bytes, parse_share
 
 AUTO = "auto"  # the policy that the planner finds
@@ -40,8 +40,9 @@ class TrainConfig:
     policy_schedule: str = ""
     """Policies in turn, in place of one: from which step, such as
     0:dots_saveable,1000:full; or by a rule, auto:loss:full,dots_saveable (more saved
-    values as the loss converges) or auto:headroom:full,dots_saveable (as there is
-    room)."""
+    values as the loss converges), auto:headroom:full,dots_saveable (as there is room)
+    or auto:length:256=none,1024=full (by the length of documents, which are batched
+    with others of their length, the longest cut into pieces of the last length)."""
     memory_budget: str = ""
     """With --policy=auto: device memory that a step may take, 14GiB or 80%. Default:
     no remat while that fits in 80 % of the device (85 % below 7 B parameters), else a
@@ -138,8 +139,14 @@ class TrainConfig:
             parse_share(self.policy.removeprefix(SELECTIVE))
         if self.is_planned:
             return
-        for policy in self.schedule.policies:
-            self._check_names(self._layers_of(policy))
+        for entry in self.schedule.policies:
+            self._check_names(self._layers_of(split_entry(entry)[0]))
+        longest = max(self.schedule.lengths, default=0)
+        if longest and self.seq_len and longest != self.seq_len:
+            raise ConfigError(
+                f"--policy-schedule: the longest bucket is of {longest} tokens, and "
+                f"--seq-len={self.seq_len} is something else; leave --seq-len out"
+            )
 
     def _check_names(self, layers: LayerPlan) -> None:
         unknown = {name for policy in layers.policies() for name in policy.names}
@@ -176,7 +183,9 @@ class TrainConfig:
 
     @property
     def sequence_length(self) -> int:
-        return self.seq_len or self.architecture.max_seq_len
+        """Tokens per sequence; where documents go by length, of the longest."""
+        longest = max(self.schedule.lengths, default=0)
+        return self.seq_len or longest or self.architecture.max_seq_len
 
     @property
     def peak_learning_rate(self) -> float:
@@ -242,6 +251,12 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
     if config.sequence_parallel:
         uses.append(("seq_len", tensor, "tensor"))
     for field, parts, axes in uses:
+        for length in config.schedule.lengths if field == "seq_len" else ():
+            if length % parts:
+                raise ConfigError(
+                    f"--policy-schedule: the bucket of {length} tokens does not divide "
+                    f"over {axes} = {parts}; use {_round_up(length, parts)}"
+                )
         if _size(config, field) % parts:
             raise ConfigError(
                 f"{_flag(field)}={_size(config, field)} does not divide over {axes} = "

@@ -97,7 +97,7 @@ def batches(
       >>> batch["inputs"].shape, stream.position
       ((2, 2, 2), 4)
     """
-    rows = _rows(batch_size, accumulate, process_index, process_count)
+    rows = rows_per_process(batch_size, accumulate, process_index, process_count)
     num_windows = (len(tokens) - 1) // seq_len
     if num_windows < 1:
         raise ValueError(
@@ -146,7 +146,7 @@ def validation_batches(
       ValueError: if `batch_size` is not a multiple of `process_count`, or there are
         fewer than two tokens, so none to predict.
     """
-    rows = _rows(batch_size, 1, process_index, process_count)
+    rows = rows_per_process(batch_size, 1, process_index, process_count)
     if len(tokens) < 2:
         raise ValueError(f"{len(tokens)} tokens hold none to predict; at least 2 do")
     num_batches = -(-(len(tokens) - 1) // (seq_len * batch_size))
@@ -168,7 +168,7 @@ def validation_batches(
     return map(read, range(num_batches))
 
 
-def _rows(
+def rows_per_process(
     batch_size: int, accumulate: int, process_index: int, process_count: int
 ) -> int:
     """Sequences per micro-batch and process."""

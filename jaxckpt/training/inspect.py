@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxckpt.policies import NONE, Policy
 from jaxckpt.receipt import CompiledStep, make_receipt
 from jaxckpt.remat import checkpoint
 from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.policy_schedule import split_entry
 from jaxckpt.training.sharding import Placement
 from jaxckpt.training.step import (
     Program,
@@ -121,15 +122,21 @@ def inspect_schedule(
     Raises:
       ConfigError: in a schedule, a policy does not compile or not fit the device.
     """
-    compiled: Compiled = {}
+    if config.schedule.rule == "length":
+        _check_layouts(programs)
+    compiled: defaultdict[int, Compiled] = defaultdict(dict)  # by sequence length
     inspected: dict[str, Inspected] = {}
     for policy, program in programs.items():
-        run = dataclasses.replace(config, policy=policy, policy_schedule="")
+        run = config_of(config, policy)
+        length = split_entry(policy)[1]
+        of_length = [f"batches of documents of up to {length:,} tokens"] * bool(length)
         try:
             found = inspect_run(
                 *(run, placement, program),
-                notes=notes, progress=progress, compiled=compiled,
-            )  # fmt: skip
+                notes=[*notes, *of_length],
+                progress=progress,
+                compiled=compiled[run.sequence_length],
+            )
         except jax.errors.JaxRuntimeError as error:
             if not config.policy_schedule:
                 raise
@@ -151,6 +158,26 @@ def inspect_schedule(
     return Programs(inspected, changes)
 
 
+def config_of(config: TrainConfig, entry: str) -> TrainConfig:
+    """The run as if it had one entry of its schedule only."""
+    policy, length = split_entry(entry)
+    return dataclasses.replace(
+        config, policy=policy, policy_schedule="", seq_len=length or config.seq_len
+    )
+
+
+def _check_layouts(programs: dict[str, Program]) -> None:
+    """By length, programs alternate: the state must not move at every step."""
+    (first, one), *others = programs.items()
+    for entry, other in others:
+        if not same_layout(one, other):
+            raise ConfigError(
+                f"--policy-schedule: {first} and {entry} group the layers' weights "
+                "otherwise, and the state would move at every change of length; use "
+                "policies of one grouping, or --no-scan-layers"
+            )
+
+
 def _check_fits(policy: str, row: dict[str, Any], limit: int | None) -> None:
     if limit and row["fits"] is False:
         raise ConfigError(
@@ -164,7 +191,8 @@ def _share_evaluation(inspected: dict[str, Inspected]) -> dict[str, Inspected]:
     """Compiles validation once per layout: policies do not change what it computes."""
     shared: list[Program] = []
     found = {}
-    for policy, one in inspected.items():
+    # Validation has the longest sequences of the run.
+    for policy, one in sorted(inspected.items(), key=_negative_length):
         program = next((p for p in shared if same_layout(p, one.program)), None)
         if program is None:
             batch = {
@@ -179,7 +207,11 @@ def _share_evaluation(inspected: dict[str, Inspected]) -> dict[str, Inspected]:
             shared.append(program)
         same = dataclasses.replace(one.program, evaluate=program.evaluate)
         found[policy] = dataclasses.replace(one, program=same)
-    return found
+    return {policy: found[policy] for policy in inspected}
+
+
+def _negative_length(item: tuple[str, Inspected]) -> int:
+    return -item[1].program.batch["inputs"].shape[-1]
 
 
 def device_room(placement: Placement, state: State | None = None) -> int | None:

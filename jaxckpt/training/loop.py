@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,20 @@ from jaxckpt.device_memory import (
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.monitor import Monitor
 from jaxckpt.receipt import print_receipt, print_warnings, write_receipt
+from jaxckpt.training.buckets import Buckets, bucket_batches, make_buckets
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.corpus import Corpus, load_corpus
-from jaxckpt.training.data import batches, validation_batches
+from jaxckpt.training.data import Batches, batches, validation_batches
 from jaxckpt.training.inspect import (
     Inspected,
     Programs,
+    config_of,
     device_room,
     inspect_schedule,
 )
 from jaxckpt.training.metrics import MetricsLog
 from jaxckpt.training.optim import SMALLEST_SCALE, first_loss_scale
-from jaxckpt.training.policy_schedule import Chooser, make_chooser
+from jaxckpt.training.policy_schedule import Chooser, make_chooser, split_entry
 from jaxckpt.training.sharding import Placement
 from jaxckpt.training.snapshot import (
     Saved,
@@ -117,13 +119,19 @@ def train(
     make = functools.cache(functools.partial(_program, config, placement))
     facts = {name: getattr(config, name) for name in _RUN_FACTS}
     facts["data"] = f"{corpus.description} ({corpus.identity()})"
+    buckets = _buckets(corpus, schedule.lengths)
+    if buckets:  # whose order is of this batch size only
+        lengths = ", ".join(map(str, buckets.lengths))
+        facts["data"] += f" by length {lengths} in batches of {config.batch_size}"
     with (
         Snapshots(workdir / "snapshots", config.keep_snapshots, facts) as snapshots,
         contextlib.ExitStack() as stack,
     ):
         saved = _read(snapshots, make(schedule.entries[0])) if config.resume else None
         position, first_step = (saved.position, saved.step) if saved else (0, 0)
-        console.print(f"data: {corpus.description}", highlight=False, soft_wrap=True)
+        for source in filter(None, (corpus, buckets)):
+            line = f"data: {source.description}"
+            console.print(line, highlight=False, soft_wrap=True)
         if saved:
             for change in saved.changes:
                 console.print(f"resumed otherwise: {change}", highlight=False)
@@ -133,6 +141,9 @@ def train(
         stack.callback(log.close)
         config.save(workdir / "config.json")
         policies = schedule.between(first_step, config.steps)
+        if buckets:
+            counted = zip(policies, buckets.counts, strict=True)
+            policies = tuple(policy for policy, count in counted if count)
         with console.status("tracing the model") as status:
             programs = inspect_schedule(
                 config,
@@ -142,19 +153,19 @@ def train(
                 progress=status.update,
             )
             status.update("loading the weights")
-            run = _Run(config, programs, corpus, snapshots, log, console)
+            run = _Run(config, programs, corpus, buckets, snapshots, log, console)
             run.start(placement, saved, first_step)
             del saved  # a copy in host memory
 
         with _progress(console) as progress:
             run.steps(first_step, position, progress)
-    print_receipt(run.inspected.receipt, console)
+    print_receipt(run.receipt, console)
     return TrainResult(
         steps=config.steps,
         first_loss=run.first_loss,
         last_loss=run.last_loss,
         validation=run.validation,
-        receipt=run.inspected.receipt,
+        receipt=run.receipt,
     )
 
 
@@ -165,8 +176,18 @@ def _losses(metrics: Path) -> list[tuple[int, float]]:
 
 
 def _program(config: TrainConfig, placement: Placement, policy: str) -> Program:
-    run = dataclasses.replace(config, policy=policy, policy_schedule="")
-    return make_program(run, placement)
+    return make_program(config_of(config, policy), placement)
+
+
+def _buckets(corpus: Corpus, lengths: Sequence[int]) -> Buckets | None:
+    if not lengths:
+        return None
+    if corpus.bytes_per_token is None:
+        raise ConfigError(
+            "--policy-schedule=auto:length sorts documents, and token files do not say "
+            "where one ends; give text: .txt, .jsonl or .parquet"
+        )
+    return make_buckets(corpus.train, lengths)
 
 
 def _require_room(placement: Placement) -> None:
@@ -210,12 +231,14 @@ class _Run:
         config: TrainConfig,
         programs: Programs,
         corpus: Corpus,
+        buckets: Buckets | None,
         snapshots: Snapshots,
         log: MetricsLog,
         console: Console,
     ):
         self.config, self.programs, self.console = config, programs, console
-        self.corpus, self.snapshots, self.log = corpus, snapshots, log
+        self.corpus, self.buckets = corpus, buckets
+        self.snapshots, self.log = snapshots, log
         self.policy: str | None = None
         self.first_loss: float | None = None
         self.last_loss: float | None = None
@@ -229,8 +252,11 @@ class _Run:
             losses=_losses(Path(self.config.workdir) / "metrics.jsonl"),
             needs=[one.receipt["step"]["device_total_bytes"] for one in inspected],
             room=lambda: device_room(placement, getattr(self, "state", None)),
+            bucket_of=lambda step: self.buckets.order[step][0] if self.buckets else 0,
         )
         self._use(self.chooser.policy(step), step)
+        if self.buckets:
+            self._write_receipts()
         program = self.inspected.program
         self.state = from_canonical(program, saved.state) if saved else program.init()
 
@@ -240,7 +266,8 @@ class _Run:
             return False
         if self.policy is not None:
             self.state = self.programs.changes[self.policy, policy](self.state)
-            self.console.print(f"step {step}: policy {policy}", highlight=False)
+            if not self.buckets:
+                self.console.print(f"step {step}: policy {policy}", highlight=False)
         self.policy, self.inspected = policy, self.programs.inspected[policy]
         if getattr(self, "monitor", None):
             self.monitor.watch(self.inspected.compiled_step)
@@ -248,28 +275,37 @@ class _Run:
             every = self.config.profile_every if jax.process_index() == 0 else 0
             say = functools.partial(self.console.print, highlight=False, soft_wrap=True)
             self.monitor = Monitor(self.inspected.compiled_step, every=every, say=say)
-        receipt, workdir = self.inspected.receipt, Path(self.config.workdir)
-        write_receipt(receipt, workdir / "receipt.json")
-        if self.config.policy_schedule:
-            write_receipt(receipt, workdir / f"receipt-{step}.json")
-        print_warnings(receipt, self.console)
+        if not self.buckets:
+            self._renew_receipt(f"-{step}" if self.config.policy_schedule else "")
         return True
+
+    def _renew_receipt(self, name: str) -> None:
+        """Writes the receipt of the program in force, for a schedule also by name."""
+        for suffix in dict.fromkeys(("", name)):
+            path = Path(self.config.workdir) / f"receipt{suffix}.json"
+            write_receipt(self.receipt, path)
+        print_warnings(self.receipt, self.console)
+
+    def _write_receipts(self) -> None:
+        """By length, programs alternate: a receipt of each, once."""
+        self._renew_receipt("")
+        for entry, one in self.programs.inspected.items():
+            name = f"receipt-length-{split_entry(entry)[1]}.json"
+            write_receipt(one.receipt, Path(self.config.workdir) / name)
+
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """Of the program in force; by length, of the one with the longest batches."""
+        if self.buckets:
+            return list(self.programs.inspected.values())[-1].receipt
+        return self.inspected.receipt
 
     def steps(self, first_step: int, position: int, progress: Progress):
         config = self.config
         bar = progress.add_task(
             "training", total=config.steps, completed=first_step, status=""
         )
-        remaining = config.steps - first_step
-        with batches(
-            self.corpus.train,
-            seq_len=config.sequence_length,
-            batch_size=config.batch_size,
-            accumulate=config.accumulate,
-            seed=config.seed,
-            position=position,
-            num_sequences=remaining * config.batch_size,
-        ) as data:
+        with self._batches(position, config.steps - first_step) as data:
             clock = time.perf_counter()
             for step in range(first_step + 1, config.steps + 1):
                 if self._use(self.chooser.policy(step - 1), step - 1):
@@ -296,6 +332,19 @@ class _Run:
                 self.snapshots.check()
                 self._show(progress, bar, record)
                 clock = time.perf_counter() if _paused(config, step) else clock
+
+    def _batches(self, position: int, steps: int) -> Batches:
+        config = self.config
+        options: dict[str, Any] = dict(
+            batch_size=config.batch_size,
+            accumulate=config.accumulate,
+            seed=config.seed,
+            position=position,
+            num_sequences=steps * config.batch_size,
+        )
+        if self.buckets:
+            return bucket_batches(self.buckets, **options)
+        return batches(self.corpus.train, seq_len=config.sequence_length, **options)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -327,13 +376,17 @@ class _Run:
         self.last_loss = loss
         tokens = values.pop("tokens")
         if self.config.policy_schedule:
-            values["policy"] = self.policy
+            values |= self._in_force()
         return {
             "step": step,
             **values,
             "step_seconds": round(seconds, 6),
             "tokens_per_second": round(tokens / seconds, 1),
         }
+
+    def _in_force(self) -> dict[str, Any]:
+        policy, length = split_entry(self.policy or "")
+        return {"policy": policy} | ({"sequence_length": length} if length else {})
 
     def _not_finite(self, title: str, value: float, step: int) -> str:
         self.snapshots.finish()

@@ -5,6 +5,8 @@ By step, counted in optimizer steps done before:
 By a rule, between policies listed from the fewest saved values to the most:
   ``auto:loss:nothing_saveable,dots_saveable``      by how fast the loss falls
   ``auto:headroom:nothing_saveable,dots_saveable``  by the memory that is free
+Or by the length of a batch's documents, each bucket up to so many tokens:
+  ``auto:length:256=none,1024=dots_saveable,4096=full``
 
 Every host decides alone and all decide the same: steps and the global loss are
 the same everywhere (headroom is not, and is for one host).
@@ -20,7 +22,7 @@ from jaxckpt.models.dialects import FORMS
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.policies import PolicyError, nearest
 
-RULES = ("loss", "headroom")
+RULES = ("loss", "headroom", "length")
 _FLAG = "--policy-schedule"
 _SYSTEMS = tuple({form.partition(":")[0] + ":" for form in FORMS})
 
@@ -30,9 +32,10 @@ class Schedule:
     """Which policies a run goes through.
 
     Attributes:
-      entries: policies as written, in order.
+      entries: policies as written, in order; by length with the length before each,
+        as in ``256=none`` (see `split_entry`).
       starts: optimizer steps done when each takes over; empty under a rule.
-      rule: "loss" or "headroom"; empty by step.
+      rule: "loss", "headroom" or "length"; empty by step.
     """
 
     entries: tuple[str, ...]
@@ -41,8 +44,14 @@ class Schedule:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Each policy once."""
+        """Each entry once."""
         return tuple(dict.fromkeys(self.entries))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the buckets, in tokens; only by length are there any."""
+        lengths = (split_entry(entry)[1] for entry in self.entries)
+        return tuple(length for length in lengths if length)
 
     @property
     def switches(self) -> tuple[tuple[str, str], ...]:
@@ -60,6 +69,17 @@ class Schedule:
         spans = zip(self.entries, self.starts, ends, strict=True)
         found = (p for p, start, end in spans if start < last and end > first)
         return tuple(dict.fromkeys(found))
+
+
+def split_entry(entry: str) -> tuple[str, int]:
+    """The policy of an entry and the length of its batches, 0 where it says none.
+
+    Example:
+      >>> split_entry("256=save:context"), split_entry("save:context")
+      (('save:context', 256), ('save:context', 0))
+    """
+    length, equals, policy = entry.partition("=")
+    return (policy, int(length)) if equals else (entry, 0)
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -109,6 +129,8 @@ def _parse_rule(text: str) -> Schedule:
             f"{_FLAG}={text}: unknown rule {rule!r}.{nearest(rule, RULES)} Known: "
             f"{', '.join(RULES)}"
         )
+    if rule == "length":
+        return _parse_lengths(text, policies)
     entries: list[str] = []
     for piece in policies.split(","):
         if entries and not _is_policy(piece):  # one more name: save:context,out_proj
@@ -124,6 +146,27 @@ def _parse_rule(text: str) -> Schedule:
             f"the fewest saved values to the most, as in auto:{rule}:full,dots_saveable"
         )
     return Schedule(tuple(entries), (), rule)
+
+
+def _parse_lengths(text: str, buckets: str) -> Schedule:
+    entries, longest = [], 0
+    for part in re.split(r",(?=\s*-?\d+\s*=)", buckets):
+        length, equals, policy = (piece.strip() for piece in part.partition("="))
+        if not equals or not length.isdecimal() or not int(length) or not policy:
+            raise ConfigError(
+                f"{_FLAG}={text}: {part.strip()!r} is no LENGTH=POLICY; as in "
+                "auto:length:256=none,1024=full"
+            )
+        if int(length) <= longest:
+            raise ConfigError(
+                f"{_FLAG}={text}: lengths are out of order, {length} comes after "
+                f"{longest}"
+            )
+        if not _is_policy(policy):
+            parse_layers(policy)  # raises
+        longest = int(length)
+        entries.append(f"{longest}={policy}")
+    return Schedule(tuple(entries), (), "length")
 
 
 def _is_policy(text: str) -> bool:
@@ -228,7 +271,25 @@ class ByHeadroom:
         self._index = index
 
 
-Chooser = ByStep | ByLoss | ByHeadroom
+class ByLength:
+    """The policy of the bucket that the next batch is of.
+
+    Args:
+      schedule: an entry for each bucket.
+      bucket_of: the bucket of the batch that comes when so many steps are done.
+    """
+
+    def __init__(self, schedule: Schedule, bucket_of: Callable[[int], int]):
+        self._entries, self._bucket_of = schedule.entries, bucket_of
+
+    def policy(self, step: int) -> str:
+        return self._entries[self._bucket_of(step)]
+
+    def observe(self, step: int, loss: float) -> None:
+        """Batches come as they come."""
+
+
+Chooser = ByStep | ByLoss | ByHeadroom | ByLength
 
 
 def make_chooser(
@@ -237,6 +298,7 @@ def make_chooser(
     losses: Sequence[tuple[int, float]],
     needs: Sequence[int],
     room: Callable[[], int | None],
+    bucket_of: Callable[[int], int] | None = None,
 ) -> Chooser:
     """What decides under which policy a run goes on.
 
@@ -244,7 +306,10 @@ def make_chooser(
       schedule: the run's.
       losses: step and loss of the steps done before, which a resumed run replays.
       needs, room: see `ByHeadroom`.
+      bucket_of: see `ByLength`; other schedules need none.
     """
+    if schedule.rule == "length" and bucket_of:
+        return ByLength(schedule, bucket_of)
     if schedule.rule == "headroom":
         return ByHeadroom(schedule, needs, lambda: room() or 0)
     if not schedule.rule:

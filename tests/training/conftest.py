@@ -1,5 +1,6 @@
 """A model that compiles in a second, its batches, and runs of it in a folder."""
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from jaxckpt.models.presets import model_config
 from jaxckpt.training.config import TrainConfig, resolve_mesh
+from jaxckpt.training.metrics import MetricsLog
 from jaxckpt.training.sharding import make_placement
 from jaxckpt.training.step import make_program
 
@@ -34,6 +36,49 @@ def compile_fast():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Compilations done when each step was written, filled by runs."""
+    count, at_step = [0], []
+
+    def listen(event, duration, **kwargs):
+        count[0] += event.endswith("backend_compile_duration")
+
+    original = MetricsLog.write
+
+    def write(log, record):
+        at_step.append(count[0])
+        original(log, record)
+
+    monkeypatch.setattr(MetricsLog, "write", write)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield at_step
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="session")
+def killed_at():
+    """``with killed_at(step):`` a run ends as if killed when about to write this."""
+
+    class Killed(BaseException):
+        pass
+
+    @contextlib.contextmanager
+    def kill(step):
+        original = MetricsLog.write
+
+        def write(log, record):
+            if record["step"] == step:
+                raise Killed
+            original(log, record)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(MetricsLog, "write", write)
+            yield
+
+    return kill
 
 
 @pytest.fixture(scope="session")

@@ -90,6 +90,11 @@ def test_steps_are_read(text, starts, entries):
             "loss",
             ("megatron:selective", "maxtext:minimal"),
         ),
+        (
+            "auto:length: 8 = none, 016=save:context,out_proj,32=none",
+            "length",
+            ("8=none", "16=save:context,out_proj", "32=none"),
+        ),
     ],
 )
 def test_rules_are_read(text, rule, entries):
@@ -111,7 +116,16 @@ def test_rules_are_read(text, rule, entries):
         ("0:full,5:9xfull", "plans 9 layers and the stack has 4"),
         ("0:full,5:auto", "unknown policy 'auto'"),
         ("auto:lss:full,none", "unknown rule 'lss'. Did you mean 'loss'? Known: loss"),
-        ("auto:length:full,none", "unknown rule 'length'. Known: loss, headroom"),
+        ("auto:size:full,none", "unknown rule 'size'. Known: loss, headroom, length"),
+        ("auto:length", "'' is no LENGTH=POLICY; as in auto:length:256=none,1024=full"),
+        ("auto:length:full,none", "'full,none' is no LENGTH=POLICY"),
+        ("auto:length:0=full", "'0=full' is no LENGTH=POLICY"),
+        ("auto:length:-8=full,16=none", "'-8=full' is no LENGTH=POLICY"),
+        ("auto:length:8=,16=none", "'8=' is no LENGTH=POLICY"),
+        ("auto:length:16=full,8=none", "lengths are out of order, 8 comes after 16"),
+        ("auto:length:8=full,8=none", "lengths are out of order, 8 comes after 8"),
+        ("auto:length:8=ful,16=none", "Did you mean 'full'?"),
+        ("auto:length:8=full,16=save:contxt", "Did you mean 'context'?"),
         ("auto", "unknown rule ''"),
         ("auto:loss", "needs two different policies"),
         ("auto:loss:full", "needs two different policies"),
@@ -264,26 +278,6 @@ def test_the_same_layout_moves_nothing(make_config, programs):
 # ---------------------------------------------------------------- runs
 
 
-@pytest.fixture
-def compilations(monkeypatch):
-    """Compilations done when each step was written, filled by runs."""
-    count, at_step = [0], []
-
-    def listen(event, duration, **kwargs):
-        count[0] += event.endswith("backend_compile_duration")
-
-    original = MetricsLog.write
-
-    def write(log, record):
-        at_step.append(count[0])
-        original(log, record)
-
-    monkeypatch.setattr(MetricsLog, "write", write)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield at_step
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def scheduled(make_config, text=SIX, **fields):
     options = dict(steps=14, snapshot_every=0, **fields)
     return dataclasses.replace(make_config(**options), policy_schedule=text)
@@ -327,36 +321,18 @@ def test_compilations_are_counted(make_config, run_training, compilations, tmp_p
     assert compilations[1] > compilations[0]
 
 
-def interrupted(monkeypatch, step):
-    """Makes runs end as if killed when they are about to write a step."""
-
-    class Killed(BaseException):
-        pass
-
-    original = MetricsLog.write
-
-    def write(log, record):
-        if record["step"] == step:
-            raise Killed
-        original(log, record)
-
-    monkeypatch.setattr(MetricsLog, "write", write)
-    return Killed
-
-
 def resumed(config, workdir):
     return dataclasses.replace(config, resume=True, workdir=str(workdir))
 
 
 @pytest.mark.usefixtures("compile_fast")
 def test_a_run_killed_between_switches_goes_on_as_it_would_have(
-    make_config, run_training, unswitched, tmp_path
+    make_config, run_training, unswitched, killed_at, tmp_path
 ):
     text = "0:none,3:every:2,9:none"
     config = dataclasses.replace(scheduled(make_config, text), snapshot_every=3)
-    with pytest.MonkeyPatch.context() as patch:
-        with pytest.raises(interrupted(patch, 8)):
-            run_training(config, tmp_path)
+    with killed_at(8):
+        run_training(config, tmp_path)
     assert len(records(tmp_path)) == 7
     losses = run_training(resumed(config, tmp_path), tmp_path)
     np.testing.assert_allclose(losses, unswitched, rtol=1e-6, atol=0)
@@ -370,16 +346,15 @@ def test_a_run_killed_between_switches_goes_on_as_it_would_have(
 @pytest.mark.slow
 @pytest.mark.usefixtures("compile_fast")
 def test_the_loss_rule_in_a_run_that_is_resumed(
-    make_config, run_training, unswitched, tmp_path, monkeypatch
+    make_config, run_training, unswitched, killed_at, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(ByLoss.__init__, "__defaults__", (2,))
     monkeypatch.setattr(ByLoss, "SLOW", 0.5)
     monkeypatch.setattr(ByLoss, "FAST", 0.9)
     text = "auto:loss:every:2,none"
     config = dataclasses.replace(scheduled(make_config, text), snapshot_every=3)
-    with pytest.MonkeyPatch.context() as patch:
-        with pytest.raises(interrupted(patch, 11)):
-            run_training(config, tmp_path)
+    with killed_at(11):
+        run_training(config, tmp_path)
     losses = run_training(resumed(config, tmp_path), tmp_path)
     np.testing.assert_allclose(losses, unswitched, rtol=1e-6, atol=0)
     rule, wanted = ByLoss(config.schedule, 2), []
