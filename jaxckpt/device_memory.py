@@ -232,7 +232,7 @@ def explain_out_of_memory(
         avoid = (
             "preallocate (XLA_PYTHON_CLIENT_PREALLOCATE=true)"
             if memory.preallocated is False
-            else "start again, which frees it (--resume)"
+            else "train with --defragment-every=100"
         )
         return (
             f"memory of {memory.device} is fragmented: {what} was asked for with "

@@ -152,7 +152,7 @@ def test_a_tpu_says_so_while_it_compiles():
 def test_fragmentation():
     line = explain(failure(4), 8 * GIB, gpu())
     assert "fragmented" in line and "3.00 GiB of it in one piece" in line
-    assert "--resume" in line
+    assert "--defragment-every=100" in line
     growing = gpu(pool_bytes=11 * GIB)
     line = explain(failure(4), 8 * GIB, growing, GROWING)
     assert "fragmented" in line and "XLA_PYTHON_CLIENT_PREALLOCATE=true" in line

@@ -82,6 +82,10 @@ class TrainConfig:
     profile_every: int = 100
     """Steps between two that are profiled, for the time of recomputation; fewer where
     all of it would take over 1 % of the run. 0: never."""
+    defragment_every: int = 0
+    """Steps between two defragmentations of device memory: the state goes to host
+    memory and back, which must have room for it, and lies in one piece then. Where it
+    cannot help (a CPU), the run says so once and goes on. 0: never."""
     eval_every: int = 100
     """Steps between validations; there is one at the end too. 0: never."""
     eval_batches: int = 8
@@ -213,6 +217,7 @@ _NOT_NEGATIVE = (
     "seq_len",
     "virtual_devices",
     "warmup_steps",
+    "defragment_every",
     "eval_every",
     "snapshot_every",
     "weight_decay",

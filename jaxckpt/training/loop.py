@@ -22,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from jaxckpt.defragment import defragment, why_not
 from jaxckpt.device_memory import (
     explain_out_of_memory,
     is_out_of_memory,
@@ -114,6 +115,9 @@ def train(
         seq_len=config.sequence_length,
     )
     schedule = config.schedule
+    if config.defragment_every and not why_not(placement.mesh.local_devices):
+        every = f"every {config.defragment_every} steps"
+        notes = [*notes, f"device memory is defragmented {every}, see metrics.jsonl"]
     if schedule.rule == "headroom":
         _require_room(placement)
     make = functools.cache(functools.partial(_program, config, placement))
@@ -240,6 +244,7 @@ class _Run:
         self.corpus, self.buckets = corpus, buckets
         self.snapshots, self.log = snapshots, log
         self.policy: str | None = None
+        self.defragment_every = config.defragment_every
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.validation: dict[str, float] = {}
@@ -257,6 +262,13 @@ class _Run:
         self._use(self.chooser.policy(step), step)
         if self.buckets:
             self._write_receipts()
+        reason = why_not(placement.mesh.local_devices)
+        if self.defragment_every and reason:
+            flag = f"--defragment-every={self.defragment_every}"
+            self.console.print(
+                f"{flag} does nothing here: {reason}", highlight=False, soft_wrap=True
+            )
+            self.defragment_every = 0
         program = self.inspected.program
         self.state = from_canonical(program, saved.state) if saved else program.init()
 
@@ -326,12 +338,29 @@ class _Run:
                         f"validation_{unit}": value
                         for unit, value in self.validation.items()
                     }
+                if step < config.steps and _due(step, self.defragment_every, 0):
+                    record |= self._defragment()
                 self.log.write(record)
                 if _due(step, config.snapshot_every, config.steps):
                     self.snapshots.save(self.inspected.program, self.state, position)
                 self.snapshots.check()
                 self._show(progress, bar, record)
                 clock = time.perf_counter() if _paused(config, step) else clock
+
+    def _defragment(self) -> dict[str, float]:
+        """Moves the state together, which a host without room for it ends."""
+        try:
+            with self._explained():
+                self.state, done = defragment(self.state)
+        except MemoryError:
+            self.defragment_every = 0
+            self.console.print(
+                "memory is not defragmented from here on: the host has no room for the "
+                "state",
+                soft_wrap=True,
+            )
+            return {}
+        return done.metrics
 
     def _batches(self, position: int, steps: int) -> Batches:
         config = self.config
@@ -451,10 +480,9 @@ def _due(step: int, every: int, last: int) -> bool:
 
 
 def _paused(config: TrainConfig, step: int) -> bool:
-    """Whether validation or a snapshot came between this step and the next."""
-    return _due(step, config.eval_every, config.steps) or _due(
-        step, config.snapshot_every, config.steps
-    )
+    """Whether something else came between this step and the next."""
+    parts = (config.eval_every, config.snapshot_every, config.defragment_every)
+    return any(_due(step, every, config.steps) for every in parts)
 
 
 def _progress(console: Console) -> Progress:
