@@ -1,0 +1,421 @@
+"""The check of a real GPU, on a machine without one: verdicts, time, real figures."""
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments import gpu_check, gpu_check_process, gpu_check_steps
+from experiments.gpu_check_budgets import budget_row
+from experiments.gpu_check_conduct import Section, as_json, conduct, print_section
+from experiments.gpu_check_gradients import STACK_PLANS, check, largest_difference
+from experiments.gpu_check_process import environment, failed_row, row, run_rows
+from experiments.gpu_check_sections import bench, compared_row, targets, timed_row
+from experiments.gpu_check_sizes import FULL_SIZE, SMALL_SIZE, Ask, read_found
+from experiments.gpu_check_steps import memory_row, monitor_row, run_policy
+from jaxckpt.compiler.targets import Target
+from jaxckpt.stack import stack
+from jaxckpt.training.job import Job
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
+GOOD = row("one", "", {"holds": True})
+
+
+def sections(*names, weight=1.0, least=1.0):
+    return [Section(name, "?", weight, least) for name in names]
+
+
+def conducted(run, names=("device", "a", "b"), seconds=100.0, **fields):
+    """What `conduct` found, and every file that it wrote on the way."""
+    written = []
+    found = conduct(sections(*names, **fields), seconds, run, written.append)
+    return found, written
+
+
+# ---------------------------------------------------------------- sections in turn
+
+
+def test_all_is_written_after_every_section():
+    found, written = conducted(lambda section, seconds: ([GOOD], ""))
+    assert [len(one["sections"]) for one in written] == [1, 2, 3]
+    assert written[-1] == found
+    assert found["verdict"] == PASSED
+    assert found["counts"] == {PASSED: 3, FAILED: 0, UNKNOWN: 0}
+
+
+def test_a_section_gets_its_share_of_the_time_that_is_left():
+    given = []
+    conducted(lambda section, seconds: given.append(seconds) or ([GOOD], ""))
+    assert given == pytest.approx([100 / 3, 50, 100], abs=1)  # nobody used any
+    given.clear()
+    conducted(lambda section, seconds: given.append(seconds) or ([GOOD], ""), least=60)
+    assert given == pytest.approx([60, 60, 100], abs=1)
+
+
+def test_a_section_that_no_longer_fits_is_skipped_with_the_reason():
+    found, _ = conducted(lambda section, seconds: ([GOOD], ""), seconds=20, least=30)
+    assert [one["state"] for one in found["sections"]] == ["skipped"] * 3
+    assert found["sections"][1]["reason"] == "20 s left, it needs 30"
+    assert found["verdict"] == PASSED
+
+
+def test_a_section_that_breaks_fails_and_the_others_go_on():
+    def run(section, seconds):
+        if section.name == "a":
+            raise ValueError("first line\nsecond line")
+        return [GOOD], ""
+
+    found, _ = conducted(run)
+    assert [one["state"] for one in found["sections"]] == ["done", "broken", "done"]
+    assert found["sections"][1]["reason"] == "ValueError: first line"
+    assert found["verdict"] == FAILED
+
+
+@pytest.mark.parametrize(
+    "rows, reason, state, verdict",
+    [
+        ([GOOD], "stopped after 3 s", "cut off", PASSED),
+        ([], "stopped after 3 s", "cut off", PASSED),
+        ([GOOD], "ended with code -6: Unknown flag", "broken", FAILED),
+        ([], "", "broken", FAILED),
+        ([failed_row("x", "stopped after 3 s")], "", "done", PASSED),
+        ([failed_row("x", "ended with code 1")], "", "done", FAILED),
+    ],
+)
+def test_what_was_stopped_keeps_its_rows_and_is_no_failure(
+    rows, reason, state, verdict
+):
+    found, _ = conducted(lambda section, seconds: (rows, reason), names=("device",))
+    (section,) = found["sections"]
+    assert (section["state"], found["verdict"]) == (state, verdict)
+    assert section["rows"] == rows
+
+
+def test_without_a_gpu_nothing_is_run_in_its_place():
+    no_gpu = row("cpu", "", {"a GPU is attached": False})
+    found, _ = conducted(lambda section, seconds: ([no_gpu], ""))
+    assert [one["state"] for one in found["sections"]] == ["done", *["skipped"] * 2]
+    assert found["verdict"] == FAILED
+
+
+def test_the_file_says_unknown_and_is_read_back(tmp_path):
+    told = row("cpu", "", {}, limit=None, worst=float("inf"), versions={"x": None})
+    found, _ = conducted(lambda section, seconds: ([told], ""), names=("device",))
+    path = tmp_path / "found.json"
+    path.write_text(as_json(found, minutes=8))
+    read = json.loads(path.read_text())
+    assert read["device"] == "cpu" and read["minutes"] == 8
+    (one,) = read["sections"][0]["rows"]
+    assert (one["limit"], one["worst"], one["versions"]) == (
+        UNKNOWN, "inf", {"x": UNKNOWN},
+    )  # fmt: skip
+    assert read_found(path)["device"][0]["limit"] is None
+    assert read_found(tmp_path / "none.json") == {}
+
+
+def test_the_table_shows_what_is_not_passed(capsys):
+    rows = [row("memory", "1 GiB", {"within": False, "host": None, "sum": True})]
+    found, _ = conducted(lambda section, seconds: (rows, ""), names=("device",))
+    print_section(found["sections"][0])
+    told = capsys.readouterr().out
+    for part in ("1 GiB", "failed: within", "unknown: host", "passed"):
+        assert part in told
+
+
+# ---------------------------------------------------------------- processes
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return [str(path)]
+
+
+PRINTS = f"print('noise'); print({gpu_check_process.MARK + json.dumps(GOOD)!r})\n"
+
+
+def test_rows_of_a_process_that_hangs_are_kept_and_its_children_end(tmp_path):
+    hangs = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(60)'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        f"{PRINTS.strip()[:-1]}, flush=True)\ntime.sleep(60)\n"
+    )
+    rows, reason = run_rows(script(tmp_path, hangs), 3, alone=True)
+    assert rows == [GOOD] and reason == "stopped after 3 s"
+    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    for _ in range(50):  # until it is gone, or waits for init to take it down
+        if not child.exists() or child.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("its child still runs")
+
+
+def test_a_process_that_dies_tells_its_last_line(tmp_path):
+    dies = f"{PRINTS}raise SystemExit('first\\nlast line')"
+    rows, reason = run_rows(script(tmp_path, dies), 30)
+    assert rows == [GOOD] and reason == "ended with code 1: last line"
+
+
+def test_no_process_takes_the_device_for_itself(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--a")
+    found = environment("--b")
+    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert found["XLA_FLAGS"] == "--a --b"
+    assert found["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+
+
+def test_the_parent_does_not_even_import_jax():
+    code = "import sys; from experiments import gpu_check; print('jax' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
+    )
+    assert done.stdout.strip() == "False", done.stderr
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(
+    "before, peak, within, enough",
+    [
+        (GIB // 2, GIB, PASSED, PASSED),
+        (GIB // 2, int(1.03 * GIB), FAILED, PASSED),
+        (GIB // 2, int(0.8 * GIB), PASSED, FAILED),
+        (GIB, GIB, PASSED, UNKNOWN),  # of the start: the step's own is not known
+        (2 * GIB, 2 * GIB, UNKNOWN, UNKNOWN),
+        (None, None, UNKNOWN, UNKNOWN),
+    ],
+)
+def test_a_peak_is_held_against_the_compiled_total(before, peak, within, enough):
+    memory = {"device_total_bytes": GIB, "host_temp_bytes": 0}
+    found = memory_row("full", memory, before, peak)
+    assert list(found["checks"].values()) == [within, enough]
+    assert found["peak_bytes_in_use"] == peak
+
+
+def compiled(total=100 * GIB, arguments=12 * GIB, **more):
+    return {
+        "argument_bytes": arguments,
+        "output_bytes": arguments,
+        "alias_bytes": arguments,
+        "temp_bytes": total - arguments,
+        "host_temp_bytes": 0,
+        "device_total_bytes": total,
+        "compile_seconds": 9.0,
+        "estimated_step_seconds": 0.2,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "there, same_arguments, same_total",
+    [
+        (compiled(), PASSED, PASSED),
+        (compiled(total=104 * GIB), PASSED, PASSED),
+        (compiled(total=94 * GIB), PASSED, FAILED),
+        (compiled(arguments=11 * GIB), FAILED, PASSED),
+        ({"error": "compiling for absent GPUs needs pip"}, UNKNOWN, UNKNOWN),
+    ],
+)
+def test_absent_and_attached_are_compared_field_by_field(
+    there, same_arguments, same_total
+):
+    found = compared_row("none", "h200:1", compiled(), there)
+    assert list(found["checks"].values()) == [same_arguments, same_total]
+    assert found["attached"]["temp_bytes"] == 88 * GIB
+
+
+def test_what_does_not_compile_for_the_attached_device_fails():
+    found = compared_row("none", "h200:1", {"error": "out of luck"}, compiled())
+    assert found["checks"] == {"compiles": FAILED}
+
+
+@pytest.mark.parametrize(
+    "predicted, verdict", [(80.0, PASSED), (110.0, FAILED), (None, UNKNOWN)]
+)
+def test_a_predicted_time_is_a_lower_bound(predicted, verdict):
+    found = timed_row(
+        {
+            "policy": "full",
+            "step_ms": {"median": 100.0},
+            "predicted_step_ms": predicted,
+            "overhead": 0.2,
+            "recompute_fraction": 0.25,
+            "mfu": 0.4,
+        }
+    )
+    assert found["checks"] == {"predicted is a lower bound": verdict}
+    assert timed_row({"policy": "full", "error": "died"})["checks"] == {"ran": FAILED}
+
+
+@pytest.mark.parametrize(
+    "total, peak, verdicts",
+    [
+        (GIB, GIB - 1, [PASSED, PASSED]),
+        (GIB, GIB + 1, [PASSED, FAILED]),
+        (GIB + 1, None, [FAILED, UNKNOWN]),
+    ],
+)
+def test_a_budget_holds_compiled_and_in_use(total, peak, verdicts):
+    found = budget_row(GIB, total, {"peak_bytes_in_use": peak}, layer_plan="4xfull")
+    assert list(found["checks"].values()) == verdicts
+
+
+def test_the_ladder_is_as_long_as_time_allows(monkeypatch):
+    asked = []
+
+    def measure(jobs, steps, progress):
+        asked.append(list(jobs))
+        raise RuntimeError
+
+    monkeypatch.setattr("experiments.gpu_check_sections.measure", measure)
+    took = {"steps": [GOOD | {"seconds": 20.0}, GOOD | {"seconds": 10.0}]}
+    for seconds, found in ((10, took), (105, took), (1000, took), (1000, {})):
+        with pytest.raises(RuntimeError):
+            next(bench(Ask(FULL_SIZE, False, seconds, found)))
+    assert [len(policies) for policies in asked] == [2, 3, len(FULL_SIZE.ladder), 3]
+
+
+def test_a_device_that_no_target_is_like_is_unknown(monkeypatch):
+    monkeypatch.setattr(
+        "experiments.gpu_check_sections.run_job", lambda job, cache: compiled()
+    )
+    found = {"device": [row("Radeon", "", {}, target=None)]}
+    rows = list(targets(Ask(SMALL_SIZE, True, 10, found)))
+    assert [set(one["checks"].values()) for one in rows] == 2 * [{UNKNOWN}]
+    assert rows[0]["reason"] == "absent: no target is like Radeon"
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def backwards_when_offloaded(layer, plan, layers):
+    """A loop that gets its iterations mixed up when it offloads."""
+    run = stack(layer, plan, layers)
+    if not any(policy.offload for policy in plan.policies()):
+        return run
+    return lambda x, values: run(x, jax.tree.map(lambda leaf: leaf[::-1], values))
+
+
+def test_a_wrong_gradient_fails_and_ends_with_exit_code_1(tmp_path, monkeypatch):
+    assert STACK_PLANS[2] == "offload:hidden"
+    rows = list(itertools.islice(check(SMALL_SIZE, backwards_when_offloaded), 3))
+    assert [one["checks"]["gradients"] for one in rows] == [PASSED, PASSED, FAILED]
+    assert max(rows[2]["largest_differences"]) > 0.1
+    assert exit_code(rows, tmp_path, monkeypatch) == 1
+    assert exit_code(rows[:2], tmp_path, monkeypatch) == 0
+
+
+def exit_code(rows, tmp_path, monkeypatch):
+    """Of the command, when its sections give these rows."""
+
+    def run_rows(arguments, seconds, **more):
+        return (rows if "--section=gradients" in arguments else [GOOD]), ""
+
+    monkeypatch.setattr(gpu_check, "run_rows", run_rows)
+    path = tmp_path / "found.json"
+    command = ["gpu_check", "--small", f"--json={path}", "--only", "gradients"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main()
+    assert json.loads(path.read_text())["sections"][1]["rows"]
+    return end.value.code
+
+
+def test_a_plan_that_does_not_compile_fails_alone():
+    def make_stack(layer, plan, layers):
+        if str(plan).startswith("8xsave"):
+            raise RuntimeError("internal error\nof the compiler")
+        return stack(layer, plan, layers)
+
+    rows = list(itertools.islice(check(SMALL_SIZE, make_stack), 3))
+    assert rows[1]["told"] == "RuntimeError: internal error"
+    assert [one["checks"]["gradients"] for one in rows] == [PASSED, FAILED, PASSED]
+
+
+def test_memory_that_was_read_too_early_is_a_difference():
+    nan = {"a": jax.numpy.array([float("nan"), 1.0]), "b": jax.numpy.ones(2)}
+    ones = {"a": jax.numpy.ones(2), "b": jax.numpy.ones(2)}
+    assert largest_difference(nan, ones) == float("inf")
+    assert largest_difference(ones, ones) == 0
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_a_steps_peak_is_the_allocators(monkeypatch):
+    """With a pretended allocator: it gives out what it is told, before and after."""
+    peaks = iter([1000, 2**40])
+    monkeypatch.setattr(gpu_check_steps, "peak_in_use", lambda devices: next(peaks))
+    monkeypatch.setattr(Target, "devices", lambda self: jax.devices()[:1])
+    model = dataclasses.replace(SMALL_SIZE.model, num_layers=2, max_seq_len=16)
+    sizes = dataclasses.replace(SMALL_SIZE, model=model)
+    job = Job(sizes.config("nothing_saveable"), "attached")
+    (found,) = run_policy(job, steps=2, profiled=0, keep=None)
+    assert list(found["checks"].values()) == [FAILED, PASSED]
+    assert (found["peak_before_steps"], found["peak_bytes_in_use"]) == (1000, 2**40)
+    assert len(found["losses"]) == 2 and found["temp_bytes"] > 0
+
+
+def test_a_monitor_that_sees_nothing_fails_with_its_reason(monkeypatch):
+    def broken(*given, **more):
+        raise RuntimeError("no CUPTI here")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", broken)
+    found = monitor_row("full", None, lambda: None, 2, 0.2)
+    assert found["checks"] == {"profiled": FAILED}
+    assert found["told"].endswith("no CUPTI here")
+
+
+# ---------------------------------------------------------------- all of it
+
+
+@pytest.mark.slow
+def test_small_on_this_machine(tmp_path):
+    """Every section gives real figures; of the device's memory a CPU knows nothing."""
+    path = tmp_path / "found.json"
+    command = [sys.executable, "-m", "experiments.gpu_check", "--small"]
+    command += [f"--json={path}", "--minutes=9", f"--keep={tmp_path / 'kept'}"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert found["device"] == "cpu" and found["verdict"] == PASSED
+    rows = {one["name"]: one["rows"] for one in found["sections"]}
+    assert [one["state"] for one in found["sections"]] == ["done"] * 6
+    assert found["versions"]["jax"] == jax.__version__
+
+    offloading = [one for one in rows["gradients"] if one["offloads"]]
+    assert len(offloading) == 12
+    for one in offloading:
+        assert one["checks"] == {"gradients": PASSED, "moved to host": UNKNOWN}
+    for one in rows["targets"]:  # the CPU, as absent and as attached device
+        assert one["absent"] == one["attached"] and one["attached"]["temp_bytes"] > 0
+    memory = [one for one in rows["steps"] if "peak_bytes_in_use" in one]
+    assert len(memory) == len(SMALL_SIZE.policies)
+    for one in memory:
+        assert one["peak_bytes_in_use"] == UNKNOWN
+        assert set(one["checks"].values()) == {UNKNOWN}
+        assert one["losses"][0] == memory[0]["losses"][0] > 1
+    shares = [one for one in rows["steps"] if "flop_share_of_step" in one]
+    assert [one["flop_share_of_step"] > 0.1 for one in shares] == [False, True]
+    assert shares[1]["profile_share_of_step"] > 0
+    for one in rows["bench"][:-1]:
+        assert one["step_ms"]["median"] > 0 and one["predicted_step_ms"] == UNKNOWN
+    (budget,) = rows["budgets"]
+    assert budget["checks"] == {"compiled within": PASSED, "in use within": UNKNOWN}
+    assert 0 < budget["compiled_bytes"] <= budget["budget_bytes"]
+    assert (tmp_path / "kept" / "program.hlo.txt").read_text().startswith("HloModule")
+    assert list((tmp_path / "kept").rglob("*.xplane.pb"))
