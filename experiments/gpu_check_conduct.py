@@ -62,7 +62,7 @@ def conduct(
       failed or a section broke.
     """
     begin, results = time.monotonic(), []
-    useless = ""
+    found, useless = summary([]) | {"seconds": 0.0}, ""
     for index, section in enumerate(sections):
         start = time.monotonic()
         left = seconds - (start - begin)

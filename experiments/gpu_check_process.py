@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def verdict(holds: bool | None) -> str:
     return PASSED if holds else FAILED
 
 
-def row(name: str, told: str, checks: dict[str, bool | None], **figures: Any) -> Row:
+def row(name: str, told: str, checks: Mapping[str, bool | None], **figures: Any) -> Row:
     """One line of a section: what was looked at, in words and figures, and verdicts.
 
     Args:

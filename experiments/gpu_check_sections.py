@@ -39,6 +39,7 @@ _PACKAGES = (
     "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc",
     "nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
 )  # fmt: skip
+_ONE_POLICY = 45  # seconds that a policy may take in any case
 _TWO_BLOCKS = 1.7  # processes' time of a benchmarked policy, in a policy's of `steps`
 
 
@@ -69,7 +70,7 @@ def device(ask: Ask) -> Iterator[Row]:
         f"{jax.device_count()} attached, memory limit {limit}, jax {jax.__version__}",
         checks,
         platform=first.platform,
-        target=_target(first.platform, kind),
+        target=target_like(first.platform, kind),
         known_as=kind.name if kind else None,
         compute_capability=getattr(first, "compute_capability", None),
         backend=str(getattr(client, "platform_version", "unknown")),
@@ -89,7 +90,7 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _target(platform_name: str, kind: Any) -> str | None:
+def target_like(platform_name: str, kind: Any) -> str | None:
     """The absent target that is like the attached device."""
     from jaxckpt.compiler.targets import KINDS
 
@@ -155,8 +156,8 @@ def compared_row(
     }
     if "error" in there:
         reason = f"absent: {there['error']}"
-        checks = dict.fromkeys(("same arguments", "same total"))
-        return row(name, reason, checks, reason=reason, **figures)
+        unknown = {"same arguments": None, "same total": None}
+        return row(name, reason, unknown, reason=reason, **figures)
     figures |= {
         "absent": {key: there[key] for key in FIELDS.values()},
         "absent_compile_seconds": there["compile_seconds"],
@@ -169,7 +170,7 @@ def compared_row(
             same = "the same" if one == other else f"{other / max(one, 1) - 1:+.2%}"
             parts.append(f"{label} {same}")
     total, absent = here["device_total_bytes"], there["device_total_bytes"]
-    checks = {
+    checks: dict[str, bool | None] = {
         "same arguments": here["argument_bytes"] == there["argument_bytes"],
         "same total": None,
     }
@@ -184,12 +185,14 @@ def compared_row(
 
 def steps(ask: Ask) -> Iterator[Row]:
     """Does a step use what was compiled, and what does the monitor see of it?"""
-    begin = time.monotonic()
-    for policy in ask.sizes.policies:
+    begin, policies = time.monotonic(), ask.sizes.policies
+    for index, policy in enumerate(policies):
         start = time.monotonic()
         keep = ask.keep if policy == "nothing_saveable" else None
         left = ask.seconds - (start - begin)
-        for one in policy_rows(ask, policy, left, ask.sizes.profiled, keep):
+        # One that hangs leaves time for the others.
+        most = min(left, max(_ONE_POLICY, 2 * left / (len(policies) - index)))
+        for one in policy_rows(ask, policy, most, ask.sizes.profiled, keep):
             yield one | {"seconds": round(time.monotonic() - start, 1)}
 
 

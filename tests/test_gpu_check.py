@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -15,13 +16,27 @@ import pytest
 from experiments import gpu_check, gpu_check_process, gpu_check_steps
 from experiments.gpu_check_budgets import budget_row
 from experiments.gpu_check_conduct import Section, as_json, conduct, print_section
-from experiments.gpu_check_gradients import STACK_PLANS, check, largest_difference
+from experiments.gpu_check_gradients import (
+    STACK_PLANS,
+    check,
+    largest_difference,
+    moved,
+    on_host,
+)
 from experiments.gpu_check_process import environment, failed_row, row, run_rows
-from experiments.gpu_check_sections import bench, compared_row, targets, timed_row
+from experiments.gpu_check_sections import (
+    bench,
+    compared_row,
+    target_like,
+    targets,
+    timed_row,
+)
 from experiments.gpu_check_sizes import FULL_SIZE, SMALL_SIZE, Ask, read_found
 from experiments.gpu_check_steps import memory_row, monitor_row, run_policy
 from jaxckpt.compiler.targets import Target
+from jaxckpt.layers import layer_plan
 from jaxckpt.stack import stack
+from jaxckpt.training.benchmark_worker import kind_of
 from jaxckpt.training.job import Job
 
 ROOT = Path(__file__).parents[1]
@@ -202,6 +217,9 @@ def test_a_peak_is_held_against_the_compiled_total(before, peak, within, enough)
     found = memory_row("full", memory, before, peak)
     assert list(found["checks"].values()) == [within, enough]
     assert found["peak_bytes_in_use"] == peak
+    offloading = memory_row("4xoffload:context", memory, before, peak)
+    moved_to_host = UNKNOWN if peak is None else FAILED  # 0 bytes
+    assert offloading["checks"]["moved to host"] == moved_to_host
 
 
 def compiled(total=100 * GIB, arguments=12 * GIB, **more):
@@ -349,6 +367,74 @@ def test_memory_that_was_read_too_early_is_a_difference():
     ones = {"a": jax.numpy.ones(2), "b": jax.numpy.ones(2)}
     assert largest_difference(nan, ones) == float("inf")
     assert largest_difference(ones, ones) == 0
+
+
+class Compiled:
+    """A compiled program, as far as `moved` looks."""
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(
+            argument_size_in_bytes=1, output_size_in_bytes=1, alias_size_in_bytes=0,
+            temp_size_in_bytes=70, host_temp_size_in_bytes=40,
+        )  # fmt: skip
+
+    def as_text(self):
+        return "no HLO"
+
+
+@pytest.mark.parametrize(
+    "plan, at_once, everywhere",
+    [
+        ("offload:a", 8, 8),
+        ("offload:a,b", 16, 16),
+        ("save:b/offload:a", 8, 8),
+        ("4xoffload:a+4xfull", 4, 4),
+        ("every:4/offload:a", 4, 8),
+        ("2x(3xoffload:a+1xnone)", 3, 6),
+        ("2x2x2xoffload:a", 2, 8),
+    ],
+)
+def test_what_a_plan_has_to_move_is_known(plan, at_once, everywhere):
+    """As XLA:GPU compiled them, jax 0.10.2 and 0.12.0.1: host memory, transfers."""
+    found = moved(Compiled(), layer_plan(plan, 8), 10, None)
+    assert found["least_host_bytes"] == 10 * at_once
+    assert found["least_transfer_bytes"] == 2 * 10 * everywhere
+    assert found["host_transfer_bytes"] is None  # its program is no HLO
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, True),
+        ({"temp_bytes_when_saved": None}, True),
+        ({"host_temp_bytes": 39}, False),
+        ({"host_transfer_bytes": 79}, False),
+        ({"temp_bytes_when_saved": 70}, False),
+        ({"host_temp_bytes": None}, None),
+        ({"host_transfer_bytes": None}, None),
+    ],
+)
+def test_on_a_gpu_offloaded_values_must_be_in_host_memory(
+    change, expected, monkeypatch
+):
+    found = {
+        "temp_bytes": 70,
+        "temp_bytes_when_saved": 100,
+        "host_temp_bytes": 40,
+        "host_transfer_bytes": 80,
+        "least_host_bytes": 40,
+        "least_transfer_bytes": 80,
+    }
+    assert on_host(found | change)[0] is None  # on this CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert on_host(found | change)[0] is expected
+
+
+def test_an_attached_gpu_has_an_absent_twin():
+    assert target_like("gpu", kind_of("NVIDIA H200")) == "h200:1"
+    assert target_like("gpu", kind_of("NVIDIA H100 80GB HBM3")) == "h100:1"
+    assert target_like("gpu", None) is None
+    assert target_like("cpu", None) == "cpu"
 
 
 # ---------------------------------------------------------------- steps
