@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxckpt import command_line
-from jaxckpt.compiler.targets import check_installed, parse_target
+from jaxckpt.compiler.targets import Target, check_installed, parse_target
 from jaxckpt.models.presets import ConfigError, model_config
-from jaxckpt.plan_config import PlanConfig
-from jaxckpt.training.config import check_divisible, parse_mesh
+from jaxckpt.plan_config import AUTO_MESH, PlanConfig
+from jaxckpt.training.config import TrainConfig, check_divisible, parse_mesh
 
 PROG = "python -m jaxckpt.plan"
 
@@ -25,13 +25,23 @@ def main() -> None:
     default = PlanConfig(model=preset, architecture=model_config(preset))
     config = command_line.parse(default, prog=PROG)
     target = parse_target(config.target)
-    if target.text != "attached":
+    if config.mesh == AUTO_MESH:
+        _check_auto_mesh(config, target)
+    elif target.text != "attached":
         _check_mesh(config, target.num_devices if target.is_absent else 0)
     _check_files(config)
     if target.is_absent:
         check_installed()
     command_line.choose_platform()
     _plan(config)
+
+
+def _check_auto_mesh(config: PlanConfig, target: Target) -> None:
+    if not target.kind or not target.is_absent:
+        raise ConfigError(
+            "--mesh=auto needs the GPUs and their links: a target such as "
+            f"--target=h100:128x8, not {config.target}"
+        )
 
 
 def _check_mesh(config: PlanConfig, num_devices: int) -> None:
@@ -61,7 +71,8 @@ def _check_files(config: PlanConfig) -> None:
 
 def _plan(config: PlanConfig) -> None:
     from jaxckpt.planner.solve import Infeasible
-    from jaxckpt.training.plan_table import draw_frontier, print_plan
+    from jaxckpt.training.mesh_search import plan_first, rank_meshes
+    from jaxckpt.training.plan_table import draw_frontier, print_meshes, print_plan
     from jaxckpt.training.planning import plan_run
 
     console = command_line.make_console(markup=False, emoji=False, highlight=False)
@@ -72,9 +83,9 @@ def _plan(config: PlanConfig) -> None:
             if not console.is_terminal:
                 console.print(text, soft_wrap=True)
 
-        try:
-            planned: Any = plan_run(
-                config.train_config("none"),
+        def plan(run: TrainConfig) -> Any:
+            return plan_run(
+                run,
                 config.target,
                 config.memory_budget,
                 offload=config.offload,
@@ -82,6 +93,15 @@ def _plan(config: PlanConfig) -> None:
                 cache=Path(config.cache),
                 progress=progress,
             )
+
+        run = config.train_config("none")
+        try:
+            if config.mesh == AUTO_MESH:
+                meshes = rank_meshes(run, config.target, config.memory_budget)
+                print_meshes(meshes, console)
+                planned = plan_first(run, meshes, plan, progress)
+            else:
+                planned = plan(run)
         except Infeasible as error:
             command_line.fail(PROG, str(error), code=3)
     print_plan(planned, console)

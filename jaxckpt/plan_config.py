@@ -10,6 +10,8 @@ from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.units import parse_bytes
 
+AUTO_MESH = "auto"
+
 
 @dataclass(frozen=True)
 class PlanConfig:
@@ -24,7 +26,8 @@ class PlanConfig:
     target: str = "attached"
     """attached, cpu, or GPUs that need not be there: h100:8, a100-80:4x8, t4:1."""
     mesh: str = ""
-    """Devices per axis, such as fsdp:8. Default: all on fsdp."""
+    """Devices per axis, such as fsdp:8. Default: all on fsdp. auto: of all meshes the
+    one with the least estimated step time under the budget; needs a target of GPUs."""
     sequence_parallel: bool = False
     """Shard activations over the sequence between tensor-parallel regions."""
     batch_size: int = 16
@@ -62,7 +65,7 @@ class PlanConfig:
         """The training run whose step is planned, under a policy."""
         shared = {field.name for field in dataclasses.fields(TrainConfig)}
         shared -= {"memory_budget"}  # which asks a training run to plan
-        return TrainConfig(
-            policy=policy,
-            **{name: getattr(self, name) for name in shared if hasattr(self, name)},
-        )
+        given = {name: getattr(self, name) for name in shared if hasattr(self, name)}
+        if self.mesh == AUTO_MESH:
+            given["mesh"] = ""
+        return TrainConfig(policy=policy, **given)

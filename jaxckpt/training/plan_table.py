@@ -1,5 +1,6 @@
 """A plan for people: the layer plan, what it costs beside others, and a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.table import Table
 from jaxckpt.planner.frontier import hull
 from jaxckpt.planner.solve import evaluate
 from jaxckpt.policies import parse_policy
+from jaxckpt.training.mesh_search import MeshEstimate
 from jaxckpt.training.planning import PlannedRun
 from jaxckpt.units import format_bytes, format_milliseconds
 
@@ -18,6 +20,7 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
+_MESHES = 8  # of a ranking, shown
 _TIGHT: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
 
 
@@ -45,6 +48,39 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
             f"At most {cost / bound - 1:.1%} above the lower bound of any plan "
             "within this budget (estimated)."
         )
+
+
+def print_meshes(meshes: Sequence[MeshEstimate], console: Console) -> None:
+    """Prints the fastest meshes of a ranking, with what their step time is made of."""
+    table = Table(
+        title=f"{min(len(meshes), _MESHES)} fastest of {len(meshes)} meshes that fit, "
+        "per device and step (estimated on paper)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        **_TIGHT,
+    )
+    table.add_column("mesh", overflow="fold")
+    for column in (
+        "micro-batches",
+        "state",
+        "activations",
+        "compute",
+        "recompute",
+        "bubble",
+        "exposed",
+        "step",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in meshes[:_MESHES]:
+        parts = (one.compute_seconds, one.recompute_seconds, one.bubble_seconds)
+        table.add_row(
+            one.text,
+            str(one.microbatches) if one.microbatches > 1 else "",
+            format_bytes(one.state_bytes),
+            format_bytes(one.activation_bytes),
+            *map(format_milliseconds, (*parts, one.exposed_seconds, one.seconds)),
+        )
+    console.print(table)
 
 
 def _numbers(planned: PlannedRun) -> Table:
