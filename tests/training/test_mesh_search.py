@@ -70,7 +70,12 @@ def test_less_memory_recomputes_more_until_nothing_fits():
 def test_tensor_over_two_hosts_is_slower_than_within_one():
     found = by_mesh(run(), "h100:2x8")
     within, across = found["fsdp:2,tensor:8"], found["tensor:16"]
-    assert across.exposed_seconds > 4 * within.exposed_seconds
+    # Twice the tokens on a device, 15/16 instead of 7/8 of them sent, and 8 network
+    # cards instead of the link between the GPUs of a host.
+    kind = KINDS["h100"]
+    slower = kind.link_bandwidth / (8 * kind.network_bandwidth)
+    ratio = 2 * (15 / 16) / (7 / 8) * slower
+    assert across.exposed_seconds == pytest.approx(ratio * within.exposed_seconds)
 
 
 def test_the_standing_share_is_the_default_budget():
