@@ -59,6 +59,74 @@ def find_checkpoints(
             yield from find_checkpoints(body, loops * length, inside)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an equation stands.
+
+    Attributes:
+      loops: iterations of the loops around it.
+      name_stack: of all equations around it and its own.
+    """
+
+    loops: int = 1
+    name_stack: str = ""
+
+
+# The marks of an equation's outputs, from those of its inputs.
+Step = Callable[[jex_core.JaxprEqn, list[set], Place], list[set]]
+
+
+def hand_on(
+    jaxpr: jex_core.Jaxpr,
+    step: Step,
+    given: dict[int, list[set]],
+    known: dict[Any, set] | None = None,
+    place: Place = Place(),
+) -> list[set]:
+    """Follows marked values to the checkpoints that get them, across loops and calls.
+
+    Args:
+      jaxpr: where to look.
+      step: marks the outputs of an equation that has no body.
+      given: filled with the marks of what each checkpoint's body is given, by the
+        body's id and input.
+      known: marks of the jaxpr's inputs.
+      place: of the jaxpr's equations.
+
+    Returns:
+      The marks of each output.
+    """
+    known = dict(known or {})
+
+    def of(value: Any) -> set:
+        return set() if isinstance(value, jex_core.Literal) else known.get(value, set())
+
+    for equation in jaxpr.eqns:
+        inputs = [of(value) for value in equation.invars]
+        bodies = list(subjaxprs(equation))
+        length = equation.params["length"] if equation.primitive.name == "scan" else 1
+        stack = f"{place.name_stack}/{equation.source_info.name_stack}"
+        here = Place(place.loops * length, stack)
+        if not bodies:
+            for out, marks in zip(
+                equation.outvars, step(equation, inputs, here), strict=True
+            ):
+                known[out] = marks
+        for body in bodies:  # of a branch, the inputs after the index
+            each = inputs[len(inputs) - len(body.invars) :]
+            if len(each) != len(body.invars):
+                continue
+            if is_checkpoint(equation):
+                before = given.get(id(body), [set()] * len(each))
+                given[id(body)] = [a | b for a, b in zip(before, each, strict=True)]
+            inside = dict(zip(body.invars, each, strict=True))
+            results = hand_on(body, step, given, inside, here)
+            if len(results) == len(equation.outvars) and not is_checkpoint(equation):
+                for out, marks in zip(equation.outvars, results, strict=True):
+                    known[out] = known.get(out, set()) | marks
+    return [of(value) for value in jaxpr.outvars]
+
+
 def is_checkpoint(equation: jex_core.JaxprEqn) -> bool:
     """Whether an equation is a checkpoint's."""
     return {"policy", "prevent_cse"} <= compat.equation_params(equation).keys()

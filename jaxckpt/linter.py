@@ -20,6 +20,7 @@ from jaxckpt.checkpoints import (
 )
 from jaxckpt.compiler.flops import FlopCount, count_jaxpr_flops, phase
 from jaxckpt.layers import LayerPlan
+from jaxckpt.linter_accumulators import lint_accumulators
 from jaxckpt.linter_names import lint_names
 from jaxckpt.naming import aval_bytes, subjaxprs
 from jaxckpt.units import format_bytes
@@ -78,6 +79,7 @@ def lint_jaxpr(jaxpr: jex_core.Jaxpr) -> list[str]:
         *_unrolled(checkpoints),
         *_foreign_policies(checkpoints),
         *lint_names(jaxpr, checkpoints),
+        *lint_accumulators(jaxpr, checkpoints),
         *_matmuls_that_dots_policies_miss(checkpoints),
         *_dominating_logits(jaxpr, checkpoints),
     ]

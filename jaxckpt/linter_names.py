@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
-from jaxckpt.checkpoints import Checkpoint, is_checkpoint
+from jaxckpt.checkpoints import Checkpoint, Place, hand_on
 from jaxckpt.naming import subjaxprs
 from jaxckpt.policies import nearest
 
@@ -19,7 +19,7 @@ _NONLINEAR = {
 }  # fmt: skip
 _NOT_ELEMENTWISE = ("reduce_sum", "reduce_max", "scan", "while", "cond", "name")
 # Between a named value and the checkpoint that gets it from its forward pass.
-_HANDS_ON = (
+HANDS_ON = (
     "reduce_precision copy copy_p device_put optimization_barrier "
     "sharding_constraint call_hi_primitive"
 ).split()
@@ -59,15 +59,15 @@ def _unreached_names(
     named: dict[str, list[tuple[int, jex_core.JaxprEqn]]] = {}
     for name, loops, equation in _all_names(jaxpr):
         named.setdefault(name, []).append((loops, equation))
-    handed: dict[int, set[str]] = {}
-    _hand_on(jaxpr, {}, handed)
+    handed: dict[int, list[set]] = {}
+    hand_on(jaxpr, _names_handed_on, handed)
     policies = {id(c.policy): c.policy for c in checkpoints}
     for policy in policies.values():
         users = [c for c in checkpoints if c.policy is policy]
         inside: set[str] = set()
         for checkpoint in users:
             inside.update(name for name, _, _ in _all_names(checkpoint.body))
-            inside.update(handed.get(id(checkpoint.body), ()))
+            inside.update(*handed.get(id(checkpoint.body), ()))
         wanted = {name for name in _names_of(policy) if _keeps_name(policy, name)}
         for name in sorted(wanted - inside):
             if name not in named:
@@ -119,45 +119,17 @@ def _names_of(policy: Any) -> set[str]:
     return found
 
 
-def _hand_on(
-    jaxpr: jex_core.Jaxpr, known: dict[Any, set[str]], handed: dict[int, set[str]]
-) -> list[set[str]]:
-    """Follows named values to the checkpoints that get them, across loops and calls.
-
-    Args:
-      jaxpr: where to look.
-      known: names of its inputs' values.
-      handed: filled with the names that each checkpoint's body is given, by its id.
-
-    Returns:
-      The names of each output's value.
-    """
-
-    def of(value: Any) -> set[str]:
-        return set() if isinstance(value, jex_core.Literal) else known.get(value, set())
-
-    for equation in jaxpr.eqns:
-        name = compat.checkpoint_name_of(equation)
-        given = [of(value) for value in equation.invars]
-        bodies = list(subjaxprs(equation))
-        if is_checkpoint(equation):
-            for body in bodies:
-                handed.setdefault(id(body), set()).update(*given)
-        elif bodies:
-            for body in bodies:  # of a branch, the inputs after the index
-                inputs = given[len(given) - len(body.invars) :]
-                if len(inputs) == len(body.invars):
-                    inside = dict(zip(body.invars, inputs, strict=True))
-                    results = _hand_on(body, inside, handed)
-                    if len(results) == len(equation.outvars):
-                        for out, names in zip(equation.outvars, results, strict=True):
-                            known[out] = known.get(out, set()) | names
-        elif name is not None or equation.primitive.name in _HANDS_ON:
-            own = set() if name is None else {name}
-            each = given if len(given) == len(equation.outvars) else [set()]
-            for out, names in zip(equation.outvars, each, strict=False):
-                known[out] = names | own
-    return [of(value) for value in jaxpr.outvars]
+def _names_handed_on(
+    equation: jex_core.JaxprEqn, given: list[set], place: Place
+) -> list[set]:
+    """See `jaxckpt.checkpoints.hand_on`."""
+    del place
+    name, count = compat.checkpoint_name_of(equation), len(equation.outvars)
+    if name is None and equation.primitive.name not in HANDS_ON:
+        return [set()] * count
+    own = set() if name is None else {name}
+    each = given if len(given) == count else [set()] * count
+    return [names | own for names in each]
 
 
 def _source(equation: jex_core.JaxprEqn) -> str:

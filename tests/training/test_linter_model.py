@@ -1,0 +1,78 @@
+"""The shipped model keeps no float32 accumulator for nothing, under any policy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxckpt import remat
+from jaxckpt.linter import lint_step
+from jaxckpt.training.inspect import lint_program
+
+# All named values; a matmul's output by JAX's own name; groups; and what keeps no name.
+NAMES = "query_proj,key_proj,value_proj,context,out_proj"
+POLICIES = [
+    "none",
+    "full",
+    "dots_saveable",
+    "minimal",
+    "everything_saveable",
+    f"save:decoder_layer_input,{NAMES},mlp",
+    f"offload:{NAMES}",
+    "every:2/save:context,mlp",
+    "1xdots_saveable+2xminimal",
+    "save:" + ",".join(f"dot_general.{n}" for n in range(8)),
+]
+
+
+def accumulators(findings):
+    return [finding for finding in findings if "accumulator" in finding]
+
+
+def findings(make_config, programs, policy, dtype, gpt):
+    policy = policy.replace("mlp", "mlpwi" if gpt else "mlpwi_0,mlpwi_1")
+    architecture = dict(compute_dtype=dtype)
+    program = programs(make_config(policy, gpt=gpt, architecture=architecture))
+    return accumulators(lint_step(program.step, program.state, program.batch))
+
+
+def of_model(*marks):
+    every = [
+        (p, d, g) for p in POLICIES for d in ("bfloat16", "float16") for g in (0, 1)
+    ]
+    fast = every[5::7]
+    chosen = every if marks else fast
+    return [pytest.param(*case, marks=marks) for case in chosen]
+
+
+@pytest.mark.parametrize("policy, dtype, gpt", of_model())
+def test_no_findings(make_config, programs, policy, dtype, gpt):
+    assert findings(make_config, programs, policy, dtype, bool(gpt)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy, dtype, gpt", of_model(pytest.mark.slow))
+def test_no_findings_under_any_policy(make_config, programs, policy, dtype, gpt):
+    assert findings(make_config, programs, policy, dtype, bool(gpt)) == []
+
+
+def test_a_run_warns_of_one(make_config, programs, place):
+    def block(x, w):
+        hidden = jnp.einsum("td,de->te", x, w, preferred_element_type=jnp.float32)
+        hidden = checkpoint_name(hidden, "hidden").astype(x.dtype)
+        return x + jnp.tanh(hidden) @ w
+
+    def loss(w, x):
+        layer = remat(block, "save:hidden")
+        return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0].sum()
+
+    w, x = jnp.ones((3, 8, 8), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
+    program = programs(make_config("full"))
+    program = dataclasses.replace(program, step=lambda *_: jax.grad(loss)(w, x))
+    (line,) = accumulators(lint_program(make_config("full"), place(), program))
+    assert line.startswith(
+        "hidden is kept as a float32 accumulator, 128 B in each of 3"
+    )
