@@ -22,6 +22,8 @@ import tyro
 
 from jaxckpt.policies import nearest
 
+_GOOGLE = "0x1ae0"  # PCI vendor, by which JAX itself looks for TPUs
+
 
 def parse(config: Any, *, prog: str, args: list[str] | None = None) -> Any:
     """Parses arguments into a configuration like the given default.
@@ -96,16 +98,34 @@ def fail(prog: str, message: str, code: int) -> NoReturn:
 
 
 def choose_platform() -> None:
-    """Keeps JAX from starting a CUDA plugin on a machine that has no GPU.
+    """Keeps JAX from starting a plugin on a machine that has no such device.
 
-    The plugin may be there only to compile for absent GPUs; JAX would print its
-    traceback. Call before JAX is imported.
+    The plugin (CUDA's, or libtpu) may be there only to compile for absent devices; JAX
+    would print its traceback, and libtpu its warnings. Call before JAX is imported.
     """
-    if "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu"):
+    if "JAX_PLATFORMS" in os.environ or _has_gpu() or _has_tpu():
         return
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
-    if not has_gpu:
-        os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+def _has_tpu() -> bool:
+    """Whether libtpu may find a TPU: on the PCI bus, as a device, or told of one."""
+    if not importlib.util.find_spec("libtpu"):
+        return False
+    told = any(name in os.environ for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE"))
+    devices = any(Path("/dev").glob("accel[0-9]*"))
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    return told or devices or any(_read(vendor) == _GOOGLE for vendor in vendors)
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""
 
 
 def _drop_closed_loop(otherwise: Callable[[Any], Any], unraisable: Any) -> None:

@@ -12,7 +12,7 @@ from jaxckpt import remat
 from jaxckpt.linter import lint_step
 from jaxckpt.training.inspect import lint_program
 
-# All named values; a matmul's output by JAX's own name; groups; and what keeps no name.
+# Presets, all named values, groups, and outputs of matmuls without a name.
 NAMES = "query_proj,key_proj,value_proj,context,out_proj"
 POLICIES = [
     "none",
@@ -24,7 +24,7 @@ POLICIES = [
     f"offload:{NAMES}",
     "every:2/save:context,mlp",
     "1xdots_saveable+2xminimal",
-    "save:" + ",".join(f"dot_general.{n}" for n in range(8)),
+    "save:matmuls",
 ]
 
 
@@ -34,6 +34,9 @@ def accumulators(findings):
 
 def findings(make_config, programs, policy, dtype, gpt):
     policy = policy.replace("mlp", "mlpwi" if gpt else "mlpwi_0,mlpwi_1")
+    # The others of a Llama have names of their own; a GPT's biases stand in between.
+    unnamed = range(8) if gpt else (0, 1, 3, 4)
+    policy = policy.replace("matmuls", ",".join(f"dot_general.{n}" for n in unnamed))
     architecture = dict(compute_dtype=dtype)
     program = programs(make_config(policy, gpt=gpt, architecture=architecture))
     return accumulators(lint_step(program.step, program.state, program.batch))
