@@ -11,7 +11,7 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
-from jaxckpt.compiler.flops import equation_flops, walk
+from jaxckpt.compiler.flops import walk
 from jaxckpt.naming import subjaxprs
 
 
@@ -136,7 +136,6 @@ def recomputed(body: jex_core.Jaxpr) -> list[tuple[int, str]]:
     """FLOPs and kind of every matmul that a checkpoint's backward pass runs again."""
     found = []
     for visit in walk(body, stack="/transpose(jvp())"):
-        flops = visit.times * equation_flops(visit.equation)
-        if flops and "rematted_computation" in visit.name_stack:
-            found.append((flops, visit.equation.primitive.name))
+        if visit.flops and "rematted_computation" in visit.name_stack:
+            found.append((visit.flops, visit.equation.primitive.name))
     return found

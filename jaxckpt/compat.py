@@ -1,5 +1,6 @@
 """Every difference between JAX versions, and nothing else."""
 
+import math
 from typing import Any
 
 from jax.extend import core as jex_core
@@ -41,6 +42,18 @@ def scan_counts(equation: jex_core.JaxprEqn) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
     return len(list(constants)), len(list(carry))
+
+
+def shard_map_devices(equation: jex_core.JaxprEqn) -> int:
+    """How many devices each run a shard_map's body; 1 for any other equation.
+
+    ``manual_axes`` became ``newly_manual_axes`` after jax 0.7.
+    """
+    if equation.primitive.name != "shard_map":
+        return 1
+    params = equation.params
+    axes = params.get("newly_manual_axes", params.get("manual_axes", ()))
+    return math.prod(params["mesh"].shape[axis] for axis in axes)
 
 
 def inner_jaxpr(value: Any) -> jex_core.Jaxpr:

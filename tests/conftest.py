@@ -102,6 +102,14 @@ def assert_same():
     return check
 
 
+@pytest.fixture(scope="module")
+def compile_fast():
+    """For comparisons of arithmetic: XLA takes three times as long to fuse it well."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def remat3():
     """Whether JAX's coming implementation of checkpoints (JAX_REMAT3) is on."""

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import jax
 from jax.extend import core as jex_core
 
+from jaxckpt import compat
 from jaxckpt.naming import subjaxprs
 
 Phase = Literal["forward", "recompute", "backward", "other"]
@@ -37,7 +38,8 @@ class FlopCount:
       forward, recompute, backward, other: FLOPs of each phase. ``other`` is what is
         not differentiated: the optimizer, or everything in a plain forward pass.
       attention_forward_runs: flash-attention forward kernels run per layer-call,
-        summed over the program: layers x 1 without recomputation, x 2 with.
+        summed over the program: layers x 1 without recomputation, x 2 with. On a ring
+        of devices each runs one per step.
       unbounded_loops: `while` loops whose length is not known; counted once.
     """
 
@@ -82,8 +84,7 @@ def count_jaxpr_flops(jaxpr: jex_core.Jaxpr) -> FlopCount:
     counts = dict.fromkeys(PHASES, 0)
     kernels = loops = 0
     for visit in walk(jaxpr):
-        flops = visit.times * equation_flops(visit.equation)
-        counts[phase(visit.name_stack)] += flops
+        counts[phase(visit.name_stack)] += visit.flops
         if ATTENTION_FORWARD in visit.equation.primitive.name:
             kernels += visit.times
         loops += visit.equation.primitive.name == "while"
@@ -103,34 +104,48 @@ def phase(name_stack: str) -> Phase:
 
 @dataclass(frozen=True)
 class Visit:
-    """An equation met in a jaxpr: how often it runs, and where it comes from."""
+    """An equation met in a jaxpr.
+
+    Attributes:
+      times: how often it runs.
+      devices: inside of a shard_map, where arrays are what one device has, how many
+        devices run it.
+      name_stack: where it comes from.
+    """
 
     equation: jex_core.JaxprEqn
     times: int
+    devices: int
     name_stack: str
 
+    @property
+    def flops(self) -> int:
+        """Of all runs on all devices."""
+        return self.times * self.devices * equation_flops(self.equation)
 
-def walk(jaxpr: jex_core.Jaxpr, times: int = 1, stack: str = "") -> Iterator[Visit]:
+
+def walk(
+    jaxpr: jex_core.Jaxpr, times: int = 1, devices: int = 1, stack: str = ""
+) -> Iterator[Visit]:
     """Yields every innermost equation, loops multiplied, the costliest branch only."""
     for equation in jaxpr.eqns:
         here = f"{stack}/{equation.source_info.name_stack}"
         inner = list(subjaxprs(equation))
         name = equation.primitive.name
         if ATTENTION_FORWARD in name or ATTENTION_BACKWARD in name or not inner:
-            yield Visit(equation, times, here)
+            yield Visit(equation, times, devices, here)
         elif name == "cond":
             yield from max(
-                (list(walk(branch, times, here)) for branch in inner),
-                key=lambda visits: sum(
-                    visit.times * equation_flops(visit.equation) for visit in visits
-                ),
+                (list(walk(branch, times, devices, here)) for branch in inner),
+                key=lambda visits: sum(visit.flops for visit in visits),
             )
         else:
             if name == "while":
-                yield Visit(equation, times, here)
+                yield Visit(equation, times, devices, here)
             length = equation.params["length"] if name == "scan" else 1
+            on_each = devices * compat.shard_map_devices(equation)
             for body in inner:
-                yield from walk(body, times * length, here)
+                yield from walk(body, times * length, on_each, here)
 
 
 def equation_flops(equation: jex_core.JaxprEqn) -> int:

@@ -25,7 +25,6 @@ References:
     .. [1] Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -37,11 +36,12 @@ from jax.extend import core as jex_core
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-CONTEXT = "context"
+from jaxckpt.models import kernels
+from jaxckpt.models.ring_attention import CONTEXT, Ring, ring_attention
+
 IMPLEMENTATIONS = ("cudnn", "xla")
 
 _CUDNN_DTYPES = ("bfloat16", "float16")
-_CUDNN_FORWARD = "dot_product_attention_fwd"  # part of the primitive's name
 
 
 def attention(
@@ -52,6 +52,7 @@ def attention(
     implementation: Literal["cudnn", "xla"],
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    ring: Ring | None = None,
 ) -> Float[Array, "batch time heads head_dim"]:
     """Causal self-attention with grouped queries, scaled by 1/sqrt(head_dim).
 
@@ -67,13 +68,15 @@ def attention(
             (batch, heads, time, time) probabilities).
         dropout_rate: Share of attention probabilities dropped; ``"xla"`` only.
         dropout_key: A JAX random key, needed when ``dropout_rate`` is above 0.
+        ring: The devices that time is cut over, and then in the order of; see
+            `jaxckpt.models.ring_attention`.
 
     Returns:
         The context, in the dtype of ``query``.
 
     Raises:
         ValueError: For an unknown implementation, head counts that do not divide,
-            a dropout rate outside [0, 1), without a key, or with ``"cudnn"``.
+            a dropout rate outside [0, 1), without a key, with ``"cudnn"`` or a ring.
 
     Example:
         >>> x = jnp.ones((1, 8, 4, 16))
@@ -98,6 +101,12 @@ def attention(
         )
     if dropout_rate > 0.0 and dropout_key is None:
         raise ValueError(f"dropout_rate is {dropout_rate} but dropout_key is None")
+    if dropout_rate > 0.0 and ring is not None:
+        raise ValueError(
+            f"attention dropout (rate {dropout_rate}) is not available on a ring"
+        )
+    if ring is not None:
+        return ring_attention(query, key, value, ring, implementation)
     if implementation == "cudnn":
         return _cudnn_attention(query, key, value)
     return _xla_attention(query, key, value, dropout_rate, dropout_key)
@@ -194,57 +203,21 @@ def name_residuals(
         return checkpoint_name(function(*args), name)
 
     def forward(*args):
-        def primal(*args):
-            return jax.vjp(function, *args)[0]
-
-        run_kernel, run_rest = _split_at(jax.make_jaxpr(primal)(*args), is_forward)
+        run_kernel, run_rest = kernels.split_forward(function, is_forward, args)
         kept = [checkpoint_name(value, name) for value in run_kernel(*args)]
         (output,) = run_rest(*args, *kept)
         return output, (args, kept)
 
     def backward(saved, cotangent):
         args, kept = saved
-
-        def pullback(cotangent, *args):
-            return jax.vjp(function, *args)[1](cotangent)
-
-        traced = jax.make_jaxpr(pullback)(cotangent, *args)
-        _, run_rest = _split_at(traced, is_forward)
-        return tuple(run_rest(cotangent, *args, *kept))
+        return kernels.pull_back(function, is_forward, args, kept, cotangent)
 
     named.defvjp(forward, backward)
     return named
 
 
-def _split_at(closed: jex_core.ClosedJaxpr, matches):
-    """Two functions: arguments -> the matching equation's outputs, and arguments and
-    those outputs -> the jaxpr's outputs without running that equation."""
-    jaxpr = closed.jaxpr
-    found = [i for i, equation in enumerate(jaxpr.eqns) if matches(equation)]
-    if len(found) != 1:
-        names = sorted({str(equation.primitive) for equation in jaxpr.eqns})
-        raise RuntimeError(
-            f"expected one forward equation, found {len(found)} among {names}"
-        )
-    (at,) = found
-    kernel = jaxpr.eqns[at]
-    before = jaxpr.replace(outvars=kernel.outvars, eqns=jaxpr.eqns[: at + 1])
-    after = jaxpr.replace(
-        invars=[*jaxpr.invars, *kernel.outvars],
-        eqns=[*jaxpr.eqns[:at], *jaxpr.eqns[at + 1 :]],
-    )
-    return tuple(
-        jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(part, closed.consts))
-        for part in (before, after)
-    )
-
-
 _cudnn_attention = name_residuals(
-    functools.partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
-    ),
-    lambda equation: _CUDNN_FORWARD in equation.primitive.name,
-    CONTEXT,
+    kernels.cudnn_attention(causal=True), kernels.is_cudnn_forward, CONTEXT
 )
 
 

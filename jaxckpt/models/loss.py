@@ -17,13 +17,14 @@ from jaxtyping import Array, Float, Int
 from jaxckpt.compiler.flops import BACKWARD_SCOPE
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def chunked_cross_entropy(
     hidden: Float[Array, "batch time dim"],
     kernel: Float[Array, "dim vocab"],
     targets: Int[Array, "batch time"],
     weights: Float[Array, "batch time"],
     num_chunks: int,
+    shards: int = 1,
 ) -> Float[Array, ""]:
     """Sum over tokens of weight x negative log-likelihood, in nats (float32).
 
@@ -32,7 +33,10 @@ def chunked_cross_entropy(
       kernel: output matrix, in the compute dtype; accumulation is float32.
       targets: token ids to predict.
       weights: weight of each token; 0 leaves a token out.
-      num_chunks: pieces of the sequence; divides ``time``.
+      num_chunks: pieces of the sequence; divides ``time / shards``.
+      shards: parts of the time axis on devices of their own. A chunk then is a piece of
+        each part, so that no device waits while another's part is worked off, and
+        nothing but the chunk moves.
 
     Example:
       >>> import jax.numpy as jnp
@@ -48,12 +52,12 @@ def chunked_cross_entropy(
         return total + jnp.sum(losses * weights), None
 
     chunks = jax.tree.map(
-        lambda x: _to_chunks(x, num_chunks), (hidden, targets, weights)
+        lambda x: _to_chunks(x, num_chunks, shards), (hidden, targets, weights)
     )
     return lax.scan(chunk_loss, jnp.zeros((), jnp.float32), chunks)[0]
 
 
-def _forward(hidden, kernel, targets, weights, num_chunks):
+def _forward(hidden, kernel, targets, weights, num_chunks, shards):
     def chunk_gradients(carry, chunk):
         total, kernel_gradient = carry
         hidden, targets, weights = chunk
@@ -69,20 +73,20 @@ def _forward(hidden, kernel, targets, weights, num_chunks):
         return (total, kernel_gradient), (hidden_gradient, losses)
 
     chunks = jax.tree.map(
-        lambda x: _to_chunks(x, num_chunks), (hidden, targets, weights)
+        lambda x: _to_chunks(x, num_chunks, shards), (hidden, targets, weights)
     )
     start = (jnp.zeros((), jnp.float32), jnp.zeros(kernel.shape, jnp.float32))
     (total, kernel_gradient), (hidden_gradient, losses) = lax.scan(
         chunk_gradients, start, chunks
     )
     return total, (
-        _from_chunks(hidden_gradient),
+        _from_chunks(hidden_gradient, shards),
         kernel_gradient.astype(kernel.dtype),
-        _from_chunks(losses),
+        _from_chunks(losses, shards),
     )
 
 
-def _backward(num_chunks, residuals, cotangent):
+def _backward(num_chunks, shards, residuals, cotangent):
     hidden_gradient, kernel_gradient, losses = residuals
     return (
         (cotangent * hidden_gradient).astype(hidden_gradient.dtype),
@@ -109,12 +113,15 @@ def _one_hot(targets, logits):
     return targets[..., None] == jnp.arange(logits.shape[-1])
 
 
-def _to_chunks(x: Array, num_chunks: int) -> Array:
+def _to_chunks(x: Array, num_chunks: int, shards: int) -> Array:
     """(batch, time, ...) to (chunks, batch, time / chunks, ...)."""
     batch, time = x.shape[:2]
-    return x.reshape(batch, num_chunks, time // num_chunks, *x.shape[2:]).swapaxes(0, 1)
+    x = x.reshape(batch, shards, num_chunks, -1, *x.shape[2:])
+    x = jnp.moveaxis(x, 2, 0)
+    return x.reshape(num_chunks, batch, time // num_chunks, *x.shape[4:])
 
 
-def _from_chunks(x: Array) -> Array:
-    chunks, batch, time = x.shape[:3]
-    return x.swapaxes(0, 1).reshape(batch, chunks * time, *x.shape[3:])
+def _from_chunks(x: Array, shards: int) -> Array:
+    chunks, batch, piece = x.shape[:3]
+    x = x.reshape(chunks, batch, shards, -1, *x.shape[3:])
+    return jnp.moveaxis(x, 0, 2).reshape(batch, chunks * piece, *x.shape[4:])

@@ -20,6 +20,7 @@ from jaxckpt.linen import Stack
 from jaxckpt.models.attention import attention
 from jaxckpt.models.loss import chunked_cross_entropy
 from jaxckpt.models.presets import ModelConfig
+from jaxckpt.models.ring_attention import Ring
 
 Constrain = Callable[[Array, Sequence[str]], Array]
 
@@ -38,6 +39,8 @@ class Transformer(nn.Module):
       plan: the policy, grouping or layer plan of its blocks.
       constrain: places an activation, given its logical axes; see
         `jaxckpt.training.sharding`.
+      ring: the devices that time is cut over, if it is. Inside, tokens are then in
+        its zigzag order; what comes in and goes out is in the sequence's.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -53,6 +56,7 @@ class Transformer(nn.Module):
     config: ModelConfig
     plan: str | Layers = "none"
     constrain: Constrain = unconstrained
+    ring: Ring | None = None
 
     def setup(self):
         config = self.config
@@ -70,7 +74,7 @@ class Transformer(nn.Module):
                 (config.max_seq_len, config.dim),
             )
         self.layers = Stack(
-            functools.partial(Block, config, self.constrain),
+            functools.partial(Block, config, self.constrain, self.ring),
             config.num_layers,
             self.plan,
             config.scan_layers,
@@ -99,25 +103,36 @@ class Transformer(nn.Module):
           weights: weight of each prediction; divide the sum by theirs.
           deterministic: False applies dropout and needs a "dropout" random key.
         """
+        shards = 1
+        if self.ring:  # the loss is a sum over tokens, in any order
+            tokens, targets, weights = map(
+                self.ring.to_zigzag, (tokens, targets, weights)
+            )
+            shards = self.ring.size
         return chunked_cross_entropy(
             self.hidden(tokens, deterministic),
             self._output_kernel(),
             targets,
             weights,
-            self.config.num_loss_chunks(tokens.shape[1]),
+            self.config.num_loss_chunks(tokens.shape[1] // shards),
+            shards,
         )
 
     def hidden(
         self, tokens: Int[Array, "batch time"], deterministic: bool = True
     ) -> Float[Array, "batch time dim"]:
-        """Final hidden states, normalized, in the compute dtype."""
+        """Final hidden states, normalized, in the compute dtype.
+
+        With a ring, tokens are in its zigzag order.
+        """
         dtype = self.config.compute_dtype
         # Looked up where the table's columns are, then sent to the sequences' devices.
-        tokens = self.constrain(tokens, ("replicas", "time"))
+        tokens = self.constrain(tokens, ("replicas", "lookup_time"))
         x = jnp.take(self.embedding, tokens, axis=0).astype(dtype)
-        x = self.constrain(x, ("replicas", "time", "embed"))
+        x = self.constrain(x, ("replicas", "lookup_time", "embed"))
         if self.config.positions == "learned":
-            x += self.position_embedding[: tokens.shape[1]].astype(dtype)
+            positions = self.position_embedding[: tokens.shape[1]].astype(dtype)
+            x += self.ring.to_zigzag(positions[None]) if self.ring else positions
         x = self.embedding_dropout(x, deterministic=deterministic)
         x = self.constrain(x, ("batch", "residual_time", "residual"))
         x = self.layers(x, deterministic=deterministic)
@@ -125,9 +140,13 @@ class Transformer(nn.Module):
 
     def logits(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time v"]:
         """Next-token logits in float32, for sampling; training never makes them."""
+        if self.ring:
+            hidden = self.ring.from_zigzag(self.hidden(self.ring.to_zigzag(tokens)))
+        else:
+            hidden = self.hidden(tokens)
         return jnp.einsum(
             "btd,dv->btv",
-            self.hidden(tokens),
+            hidden,
             self._output_kernel(),
             preferred_element_type=jnp.float32,
         )
@@ -145,6 +164,7 @@ class Block(nn.Module):
 
     config: ModelConfig
     constrain: Constrain = unconstrained
+    ring: Ring | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch time dim"], deterministic: bool = True):
@@ -167,12 +187,13 @@ class Block(nn.Module):
     def _attention(self, y, deterministic):
         config = self.config
         head = config.size_of_head
+        positions = self.ring.positions(y.shape[1]) if self.ring else None
 
         def heads(name, count, axis):
             out = self._dense(y, name, (count, head), ("embed", axis, "head_dim"))
             out = self.constrain(out, ("batch", "time", axis, "head_dim"))
             if config.positions == "rotary" and name != "value_proj":
-                out = rotary(out, config.rope_theta)
+                out = rotary(out, config.rope_theta, positions)
             return checkpoint_name(out, name)
 
         rate = 0.0 if deterministic else config.attention_dropout
@@ -183,6 +204,7 @@ class Block(nn.Module):
             implementation=config.attention,  # pyright: ignore[reportArgumentType]
             dropout_rate=rate,
             dropout_key=self.make_rng("dropout") if rate else None,
+            ring=self.ring,
         )
         context = context.reshape(*context.shape[:2], -1)
         out = self._dense(context, "out_proj", (config.dim,), _OUTPUT_AXES)
@@ -220,12 +242,19 @@ _OUTPUT_AXES = ("joined", "residual")  # kernels back into the residual stream
 
 
 def rotary(
-    x: Float[Array, "batch time heads head_dim"], theta: float
+    x: Float[Array, "batch time heads head_dim"],
+    theta: float,
+    positions: Int[Array, " time"] | None = None,
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves rotated."""
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864), halves rotated.
+
+    Without positions, rows are those of 0, 1, ...
+    """
     half = x.shape[-1] // 2
+    if positions is None:
+        positions = jnp.arange(x.shape[1])
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
     cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]

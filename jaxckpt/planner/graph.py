@@ -40,6 +40,22 @@ _INPUT = -1  # made by no operation: an input of the function
 
 
 @dataclass(frozen=True)
+class _Around:
+    """Where an equation stands.
+
+    Attributes:
+      times: how often it runs.
+      share: the part of an array on one device, where not known.
+      devices: inside of a shard_map, where arrays are what one device has, how many
+        devices run it.
+    """
+
+    times: int = 1
+    share: float = 1.0
+    devices: int = 1
+
+
+@dataclass(frozen=True)
 class Value:
     """A value that a policy can keep.
 
@@ -146,7 +162,7 @@ class _Builder:
     def build(self, jaxpr: jex_core.Jaxpr, num_outputs: int) -> BlockGraph:
         made_by = dict.fromkeys(jaxpr.invars, _INPUT)
         stored = stored_values(jaxpr)
-        self._visit(jaxpr, made_by, stored, times=1, share=1.0)
+        self._visit(jaxpr, made_by, stored, _Around())
         self._forget_copies()
         for variable in variables(jaxpr.outvars[num_outputs:]):
             self._mark_needed(made_by.get(variable))
@@ -205,24 +221,24 @@ class _Builder:
             if index is not None and self.nodes[index].varies:
                 self.nodes[index].needed = True
 
-    def _visit(self, jaxpr, made_by, stored, times: int, share: float) -> None:
-        """Adds the operations of a jaxpr that runs ``times`` times.
+    def _visit(self, jaxpr, made_by, stored, around: _Around) -> None:
+        """Adds the operations of a jaxpr.
 
         ``made_by`` tells which operation makes a variable; constants are not in it.
-        ``share`` is the part of an array on one device, where not known.
         """
         for equation in jaxpr.eqns:
             primitive = equation.primitive.name
             if primitive in _ENTERED and len(list(subjaxprs(equation))) == 1:
-                self._enter(equation, made_by, times, share)
+                self._enter(equation, made_by, around)
             elif primitive == "scan":
-                self._loop(equation, made_by, times, share)
+                self._loop(equation, made_by, around)
             else:
-                self._add(equation, made_by, stored, times, share)
+                self._add(equation, made_by, stored, around)
 
-    def _add(self, equation, made_by, stored, times, share) -> None:
+    def _add(self, equation, made_by, stored, around) -> None:
         origins = self._origins(equation.invars, made_by)
         reads = tuple(dict.fromkeys(x for x in origins if x is not None and x >= 0))
+        times, share = around.times, around.share
         nbytes = times * sum(
             self.device.nbytes(result, share) for result in variables(equation.outvars)
         )
@@ -236,7 +252,7 @@ class _Builder:
                 reads=reads,
                 name=name,
                 nbytes=nbytes,
-                flops=times * flops,
+                flops=times * around.devices * flops,
                 varies=_INPUT in origins or any(self.nodes[x].varies for x in reads),
                 free=equation.primitive.name in FREE and not name,
             )
@@ -255,17 +271,18 @@ class _Builder:
             name, tuple(aval.shape), str(aval.dtype), nbytes, source_line(equation)
         )
 
-    def _enter(self, equation, made_by, times, share) -> None:
+    def _enter(self, equation, made_by, around) -> None:
         (body,) = subjaxprs(equation)
         origins = self._origins(equation.invars, made_by)
         inner = dict(zip(body.invars, origins, strict=True))
         if equation.primitive.name == "shard_map":
-            share = 1.0  # in there, arrays are what one device has
-        self._visit(body, inner, stored_values(body), times, share)
+            devices = around.devices * compat.shard_map_devices(equation)
+            around = replace(around, share=1.0, devices=devices)
+        self._visit(body, inner, stored_values(body), around)
         outputs = self._origins(body.outvars, inner)
         made_by.update(zip(equation.outvars, outputs, strict=True))
 
-    def _loop(self, equation, made_by, times, share) -> None:
+    def _loop(self, equation, made_by, around) -> None:
         """A scan: its carry reads what it was before and what the body made of it."""
         body = compat.inner_jaxpr(equation.params["jaxpr"])
         constants, carried = compat.scan_counts(equation)
@@ -279,8 +296,9 @@ class _Builder:
             self.nodes.append(_Node(reads=before))
             variable = body.invars[constants + position]
             inner[variable] = carries[position] = len(self.nodes) - 1
-        share = self.device.enter_loop(equation, body, share)
-        self._visit(body, inner, stored_values(body), times * length, share)
+        share = self.device.enter_loop(equation, body, around.share)
+        inside = replace(around, times=around.times * length, share=share)
+        self._visit(body, inner, stored_values(body), inside)
         outputs = self._origins(body.outvars, inner)
         for position, index in carries.items():
             after = outputs[position]

@@ -3,8 +3,8 @@
 * a matmul or attention kernel: ``max(FLOPs / peak, bytes read and written /
   bandwidth)``, of the part that one device has;
 * a matmul whose contracted axis is cut over devices: its all-reduce on top,
-  ``2 (n - 1) / n x bytes / link``; a sharding constraint that gathers: the bytes it
-  receives over the link;
+  ``2 (n - 1) / n x bytes / link``; a sharding constraint that gathers, or a collective
+  inside of a shard_map: the bytes it receives over the link;
 * a reduction: the bytes it reads. An element-wise operation: the bytes it writes,
   where a kernel or the backward pass reads its result; XLA fuses the others.
 """
@@ -28,6 +28,8 @@ FREE = (
     "broadcast_in_dim convert_element_type copy copy_p expand_dims iota name reshape "
     "sharding_constraint squeeze stop_gradient transpose slice pvary rev"
 ).split()
+# Collectives inside of a shard_map: what one device sends is in their shapes.
+_SENDING = ("ppermute", "all_gather", "reduce_scatter")
 _REDUCTIONS = ("reduce_", "argm", "cumsum", "cumlogsumexp", "cummax", "cumprod", "sort")
 
 
@@ -57,6 +59,10 @@ class Roofline:
         if primitive == "sharding_constraint":
             received = written - self.nbytes(equation.invars[0], share)
             return max(0, received) / self._link(2)
+        if primitive in _SENDING:
+            read = sum(self.nbytes(x, share) for x in variables(equation.invars))
+            moved = written if primitive == "ppermute" else abs(written - read)
+            return moved / self._link(2)
         if primitive in FREE:
             return 0.0
         if primitive.startswith(_REDUCTIONS):
@@ -141,10 +147,8 @@ def flops_of(equation) -> int:
     inner = list(subjaxprs(equation))
     if equation_flops(equation) or not inner:
         return equation_flops(equation)
-    each = [
-        sum(visit.times * equation_flops(visit.equation) for visit in walk(body))
-        for body in inner
-    ]
+    devices = compat.shard_map_devices(equation)
+    each = [sum(visit.flops for visit in walk(body, devices=devices)) for body in inner]
     return max(each) if equation.primitive.name == "cond" else sum(each)
 
 

@@ -232,20 +232,27 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
     Raises:
       ConfigError: naming the flag, and its nearest value that would do.
     """
-    data, fsdp, tensor = (sizes.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
+    data, fsdp, context, tensor = (
+        sizes.get(axis, 1) for axis in ("data", "fsdp", "context", "tensor")
+    )
     model = config.architecture
-    joined = fsdp * tensor  # what the output projections contract is cut over both
-    of_heads = ("dim", joined, "fsdp x tensor")
+    shards, of_shards = fsdp, "fsdp"  # of the weights
+    if context > 1:
+        shards, of_shards = fsdp * context, "fsdp x context"
+        _check_context(config, context, sizes)
+    joined = shards * tensor  # what the output projections contract is cut over all
+    of_joined = f"{of_shards} x tensor"
+    of_heads = ("dim", joined, of_joined)
     if model.head_dim:  # then heads x head_dim is another size than dim
         parts = joined // math.gcd(joined, model.head_dim)
-        of_heads = ("num_heads", parts, "what head_dim leaves of fsdp x tensor")
+        of_heads = ("num_heads", parts, f"what head_dim leaves of {of_joined}")
     uses = [
         ("batch_size", data * fsdp * config.accumulate, "data x fsdp x accumulate"),
-        ("dim", fsdp, "fsdp"),
+        ("dim", shards, of_shards),
         ("num_heads", tensor, "tensor"),
         of_heads,
         ("num_kv_heads", tensor, "tensor"),
-        ("mlp_dim", joined, "fsdp x tensor"),
+        ("mlp_dim", joined, of_joined),
         ("vocab_size", tensor, "tensor"),
     ]
     if config.sequence_parallel and tensor == 1:
@@ -253,7 +260,11 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
             "--sequence-parallel shards over the tensor axis, and the mesh has none; "
             "use --mesh=tensor:2 or more"
         )
-    if config.sequence_parallel:
+    if context > 1:  # two chunks on each device, see models/ring_attention.py
+        uses.append(("seq_len", 2 * context, "2 x context"))
+    if config.sequence_parallel and context > 1:
+        uses.append(("seq_len", context * tensor, "context x tensor"))
+    elif config.sequence_parallel:
         uses.append(("seq_len", tensor, "tensor"))
     for field, parts, axes in uses:
         for length in config.schedule.lengths if field == "seq_len" else ():
@@ -267,6 +278,19 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
                 f"{_flag(field)}={_size(config, field)} does not divide over {axes} = "
                 f"{parts}; {_that_would_do(config, field, parts)}"
             )
+
+
+def _check_context(config: TrainConfig, context: int, sizes: dict[str, int]) -> None:
+    if config.architecture.attention_dropout:
+        raise ConfigError(
+            f"--attention-dropout={config.architecture.attention_dropout} is not "
+            f"available with context:{context} in --mesh; use --attention-dropout=0"
+        )
+    if sizes.get("pipe", 1) > 1:
+        raise ConfigError(
+            "--mesh has both pipe and context, which do not go together; use fsdp or "
+            "tensor in place of one"
+        )
 
 
 def _that_would_do(config: TrainConfig, field: str, parts: int) -> str:

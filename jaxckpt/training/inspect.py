@@ -242,7 +242,8 @@ def lint_program(
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     shards = placement.mesh.shape
     tokens = config.micro_batch_size * config.sequence_length
-    input_bytes = tokens * model.dim * itemsize // (shards["data"] * shards["fsdp"])
+    parts = shards["data"] * shards["fsdp"] * shards["context"]
+    input_bytes = tokens * model.dim * itemsize // parts
     layers = jax.tree.leaves(program.state["params"]["layers"])
     weights = sum(leaf.size for leaf in layers) * itemsize // model.num_layers
     return [
@@ -269,7 +270,7 @@ class OneLayer:
 def one_layer(config: TrainConfig, placement: Placement) -> OneLayer:
     """The layer of a run's model, at the size of one micro-batch."""
     architecture = config.architecture
-    block = Block(architecture, placement.constrain)
+    block = Block(architecture, placement.constrain, placement.ring)
     size = (config.micro_batch_size, config.sequence_length, architecture.dim)
     x = jax.ShapeDtypeStruct(size, architecture.compute_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))

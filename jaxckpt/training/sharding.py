@@ -1,8 +1,9 @@
 """Where parameters and activations live on a mesh of devices.
 
 Arrays name their axes ("batch", "embed", "heads", ...); rules map those to the mesh
-axes ``data`` (replicas of the weights), ``fsdp`` (weights sharded, gathered per layer)
-and ``tensor`` (Megatron-style, within a layer). The compiler does the rest.
+axes ``data`` (replicas of the weights), ``fsdp`` (weights sharded, gathered per layer),
+``context`` (each sequence's tokens, and the weights as over ``fsdp``) and ``tensor``
+(Megatron-style, within a layer). The compiler does the rest.
 """
 
 import math
@@ -16,22 +17,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt.linen import LAYER_AXIS
+from jaxckpt.models.ring_attention import Ring
 from jaxckpt.training.mesh_sizes import MESH_AXES
 
 _RULES: dict[str, Any] = {
     "batch": ("data", "fsdp"),
     "replicas": "data",  # the batch, gathered over fsdp
-    "time": None,
+    "time": "context",
+    "lookup_time": None,
     "residual": None,
-    "embed": "fsdp",
+    "embed": ("fsdp", "context"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     # What the output projections contract. fsdp cuts every kernel's first axis:
     # gathered along a later one, XLA:GPU keeps transposed copies of all layers'.
-    "joined": ("tensor", "fsdp"),
+    "joined": ("tensor", "fsdp", "context"),
     "vocab": "tensor",
-    "loss_vocab": ("tensor", "fsdp"),
+    "loss_vocab": ("tensor", "fsdp", "context"),
     "head_dim": None,
     "norm": None,
     "positions": None,
@@ -56,7 +59,9 @@ class Placement:
         """The sharding of an array with these logical axes."""
         rules = {
             **_RULES,
-            "residual_time": "tensor" if self.sequence_parallel else None,
+            "residual_time": (
+                ("context", "tensor") if self.sequence_parallel else "context"
+            ),
         }
         parts = [rules[axis] if axis else None for axis in axes]
         return NamedSharding(self.mesh, PartitionSpec(*parts))
@@ -94,7 +99,14 @@ class Placement:
     @property
     def batch(self) -> NamedSharding:
         """Of a batch (accumulation steps, sequences, time)."""
-        return self.sharding((None, "batch", None))
+        return self.sharding((None, "batch", "time"))
+
+    @property
+    def ring(self) -> Ring | None:
+        """The devices that time is cut over, for `Transformer`; None when it is not."""
+        if self.mesh.shape["context"] == 1:
+            return None
+        return Ring(self.mesh, "context", _RULES["batch"], (_RULES["heads"],))
 
 
 def make_placement(

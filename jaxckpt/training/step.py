@@ -69,7 +69,7 @@ def make_program(
     """
     architecture = config.architecture
     plan = plan or config.layers
-    model = Transformer(architecture, plan, placement.constrain)
+    model = Transformer(architecture, plan, placement.constrain, placement.ring)
     optimizer = make_optimizer(config)
     schedule = learning_rate_schedule(config)
     scaled = needs_loss_scale(config)

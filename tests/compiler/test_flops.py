@@ -5,9 +5,12 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.extend import core as jex_core
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxckpt import Stack
 from jaxckpt.compiler.flops import (
@@ -127,6 +130,19 @@ def test_nested_scans_multiply():
         return lax.scan(body, x, length=5)[0]
 
     assert total(fn, X, W) == 5 * (3 + 1) * DOT
+
+
+def test_shard_map_counts_all_devices():
+    """Each of 4 has half of the rows and half of the columns."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    matmul = jax.shard_map(
+        jnp.matmul, mesh=mesh, in_specs=(P("x"), P(None, "y")), out_specs=P("x", "y")
+    )
+    assert count_flops(matmul, X, W).total == DOT
+    twice = jax.shard_map(  # the same on both devices of y
+        jnp.matmul, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")
+    )
+    assert count_flops(twice, X, W).total == 2 * DOT
 
 
 def test_fori_loop_of_known_length_is_a_scan():

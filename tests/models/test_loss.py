@@ -51,6 +51,15 @@ def test_value_and_gradients_are_those_of_the_plain_loss(chunks, scale, assert_s
     assert_same(got, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("chunks, shards", [(3, 4)])
+def test_pieces_of_each_shard_sum_to_the_same(chunks, shards, assert_same):
+    def cut(*args):
+        return chunked_cross_entropy(*args, chunks, shards)
+
+    want = value_and_gradients(plain, inputs())
+    assert_same(value_and_gradients(cut, inputs()), want, rtol=1e-6)
+
+
 def test_value_without_a_gradient_is_the_same():
     np.testing.assert_allclose(
         chunked(4)(*inputs()), plain(*inputs()), rtol=1e-6, strict=True

@@ -223,6 +223,26 @@ def test_inside_shard_map_arrays_are_those_of_one_device(mesh):
         for given in (None, shardings):
             graph = block_graph(fn, *args, kind=H100, shardings=given)
             assert graph.values["tanh.0"].nbytes == times * 16 * 32 * 4 // 8
+            assert graph.forward_flops == count_flops(fn, *args).total
+            assert graph.forward_flops == times * 2 * 16 * 8 * 32
+
+
+def test_a_permute_inside_shard_map_pays_for_the_link(mesh):
+    def rotate(x):
+        return jax.lax.ppermute(
+            jnp.tanh(x), "fsdp", [(i, (i + 1) % 4) for i in range(4)]
+        )
+
+    fn = jax.shard_map(rotate, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"))
+    slow, fast = (
+        block_graph(
+            fn,
+            jnp.ones((16, 8)),
+            kind=dataclasses.replace(H100, link_bandwidth=bandwidth),
+        ).forward_seconds
+        for bandwidth in (1e3, 1e300)
+    )
+    np.testing.assert_allclose(slow - fast, 4 * 8 * 4 / 1e3)
 
 
 def test_a_cut_contraction_pays_for_its_all_reduce(mesh):

@@ -30,14 +30,6 @@ GPT = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def compile_fast():
-    """For comparisons of arithmetic: XLA takes three times as long to fuse it well."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture
 def compilations(monkeypatch):
     """Compilations done when each step was written, filled by runs."""

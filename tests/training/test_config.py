@@ -160,6 +160,39 @@ GQA = dict(num_heads=4, num_kv_heads=2)
             dict(tensor=4),
             "--seq-len=50 does not divide over tensor = 4; use --seq-len=48",
         ),
+        (
+            {},
+            dict(seq_len=50),
+            dict(context=4),
+            "--seq-len=50 does not divide over 2 x context = 8; use --seq-len=56",
+        ),
+        (
+            {},
+            dict(seq_len=24, sequence_parallel=True),
+            dict(context=4, tensor=4),
+            "--seq-len=24 does not divide over context x tensor = 16; use --seq-len=32",
+        ),
+        (
+            dict(mlp_dim=100),
+            {},
+            dict(fsdp=2, context=2, tensor=2),
+            "--mlp-dim=100 does not divide over fsdp x context x tensor = 8; "
+            "use --mlp-dim=104",
+        ),
+        (
+            dict(attention_dropout=0.1),
+            {},
+            dict(context=2),
+            "--attention-dropout=0.1 is not available with context:2 in --mesh; use "
+            "--attention-dropout=0",
+        ),
+        (
+            {},
+            {},
+            dict(pipe=2, context=2),
+            "--mesh has both pipe and context, which do not go together; use fsdp or "
+            "tensor in place of one",
+        ),
     ],
 )
 def test_k2_sizes_that_do_not_divide(architecture, fields, sizes, message):
