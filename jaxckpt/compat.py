@@ -3,7 +3,10 @@
 import math
 from typing import Any
 
+import jax
 from jax.extend import core as jex_core
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 
 def equation_params(equation: jex_core.JaxprEqn) -> dict[str, Any]:
@@ -59,3 +62,54 @@ def shard_map_devices(equation: jex_core.JaxprEqn) -> int:
 def inner_jaxpr(value: Any) -> jex_core.Jaxpr:
     """A parameter's jaxpr, closed or open: jax 0.12 made a scan's and a jit's open."""
     return value.jaxpr if isinstance(value, jex_core.ClosedJaxpr) else value
+
+
+def memory_kinds(device: Any) -> tuple[str, ...] | None:
+    """The kinds of memory that a program can name on a device.
+
+    Returns:
+      None for a device that is only compiled for: it lists none, and a sharding
+      forgets its ``memory_kind`` there without a word. Nothing for a CPU before
+      jax 0.8, whose programs end the process when their arguments are pinned.
+    """
+    if device.platform == "cpu" and jax.__version_info__ < (0, 8):
+        return ()
+    try:
+        found = device.addressable_memories()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return tuple(memory.kind for memory in found) or None
+
+
+def in_host_memory(argument: Any) -> Any:
+    """Declares an argument of the jitted function around to be in pinned host memory.
+
+    For devices that are only compiled for, where no sharding can say so. It writes
+    ``mhlo.memory_kind`` on the argument of the lowered program, as JAX does for a
+    sharding with that memory kind on an attached device, and does nothing else.
+
+    Args:
+      argument: an argument itself, at the top level of the function: nothing computed.
+    """
+    return _host_argument.bind(argument)
+
+
+_host_argument = jex_core.Primitive("host_argument")
+
+
+@_host_argument.def_abstract_eval
+def _on_host(aval):
+    return aval.update(memory_space=jax.memory.Space.Host)
+
+
+def _declare(ctx, argument):
+    function = argument.owner.owner  # of the block that it is an argument of
+    attributes = list(ir.ArrayAttr(function.attributes["arg_attrs"]))
+    own = {one.name: one.attr for one in ir.DictAttr(attributes[argument.arg_number])}
+    own["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+    attributes[argument.arg_number] = ir.DictAttr.get(own)
+    function.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
+    return [argument]
+
+
+mlir.register_lowering(_host_argument, _declare, cacheable=False)

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -49,6 +49,9 @@ class TrainConfig:
     plan for as much."""
     mesh: str = ""
     """Devices per axis, such as data:2,fsdp:2,tensor:2. Default: all on fsdp."""
+    offload_optimizer: Literal["none", "state"] = "none"
+    """Keep the optimizer's moments in pinned host memory, streamed through the device
+    layer by layer during the update: 8 bytes per parameter less on the devices."""
     sequence_parallel: bool = False
     """Shard activations over the sequence between tensor-parallel regions."""
     virtual_devices: int = 0

@@ -21,6 +21,7 @@ from jaxckpt.policies import NONE, Policy
 from jaxckpt.receipt import CompiledStep, make_receipt
 from jaxckpt.remat import checkpoint
 from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.host_memory import PINNED
 from jaxckpt.training.policy_schedule import split_entry
 from jaxckpt.training.sharding import Placement
 from jaxckpt.training.step import (
@@ -223,6 +224,8 @@ def device_room(placement: Placement, state: State | None = None) -> int | None:
     mine: Counter[Any] = Counter()
     trees = (state["params"], state["opt_state"]) if state else ()
     for leaf in jax.tree.leaves(trees):
+        if leaf.sharding.memory_kind == PINNED:
+            continue
         for shard in leaf.addressable_shards:
             mine[shard.device] += shard.data.nbytes
     rooms = []

@@ -34,15 +34,22 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(config),
-            b1=0.9,
-            b2=0.95,
-            weight_decay=config.weight_decay,
-            mask=_decay_mask,
-        ),
+    return optax.chain(make_clip(config), make_rule(config))
+
+
+def make_clip(config: TrainConfig) -> optax.GradientTransformation:
+    """The part that needs all gradients at once."""
+    return optax.clip_by_global_norm(config.clip_norm)
+
+
+def make_rule(config: TrainConfig) -> optax.GradientTransformation:
+    """The part that acts on each parameter by itself, entry by entry."""
+    return optax.adamw(
+        learning_rate_schedule(config),
+        b1=0.9,
+        b2=0.95,
+        weight_decay=config.weight_decay,
+        mask=_decay_mask,
     )
 
 

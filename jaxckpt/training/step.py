@@ -1,6 +1,5 @@
 """The state of a run and the function that advances it by one optimizer step."""
 
-import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from jaxckpt.layers import LayerPlan
 from jaxckpt.models.transformer import Transformer
 from jaxckpt.stack import join_layers, merge_layers
 from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.host_memory import host_memory
 from jaxckpt.training.optim import (
     first_loss_scale,
     learning_rate_schedule,
@@ -24,6 +24,7 @@ from jaxckpt.training.optim import (
     next_loss_scale,
 )
 from jaxckpt.training.sharding import Placement
+from jaxckpt.training.update import plain_update, split_moments, streamed_update
 
 State = dict[str, Any]
 """``params``, ``opt_state``, ``step`` (int32) and ``key`` (typed PRNG key); in float16
@@ -71,6 +72,9 @@ def make_program(
     plan = plan or config.layers
     model = Transformer(architecture, plan, placement.constrain, placement.ring)
     optimizer = make_optimizer(config)
+    host = host_memory(placement.mesh.devices.flat[0])
+    offload = config.offload_optimizer != "none"
+    update = streamed_update(config, plan, host) if offload else plain_update(config)
     schedule = learning_rate_schedule(config)
     scaled = needs_loss_scale(config)
 
@@ -95,12 +99,15 @@ def make_program(
     abstract = jax.eval_shape(init_state)
     boxed = jax.eval_shape(init_params, jax.random.key(0))
     param_shardings = placement.of_boxed(boxed)
+    moment_shardings = param_shardings
+    if offload:
+        moment_shardings = jax.tree.map(host.place, param_shardings)
     shardings = {
         "params": param_shardings,
         "opt_state": like_params(
             abstract["opt_state"],
             abstract["params"],
-            lambda _: param_shardings,
+            lambda _: moment_shardings,
             lambda _: placement.replicated,
         ),
         "step": placement.replicated,
@@ -158,22 +165,13 @@ def make_program(
         divisor = scale if scaled else tokens
         grads = jax.tree.map(lambda gradient: gradient / divisor, grads)
         norm = optax.tree.norm(grads)
-        updates, opt_state = optimizer.update(
-            grads, state["opt_state"], state["params"]
-        )
-        new_state = {
-            **state,
-            "params": optax.apply_updates(state["params"], updates),
-            "opt_state": opt_state,
-        }
+        finite = jnp.isfinite(norm) if scaled else None
+        params, opt_state = update(grads, state["opt_state"], state["params"], finite)
+        new_state = {**state, "params": params, "opt_state": opt_state}
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
         count = state["step"]
         if scaled:
-            finite, before = jnp.isfinite(norm), state["loss_scale"]
-            # Skipped by choice, not by a branch: that would keep both states.
-            choose = functools.partial(jnp.where, finite)
-            for name in "params", "opt_state":
-                new_state[name] = jax.tree.map(choose, new_state[name], state[name])
+            before = state["loss_scale"]
             new_state["loss_scale"] = next_loss_scale(before, finite)
             skipped = new_state["loss_scale"]["skipped_steps"]
             metrics |= {"loss_scale": scale, "skipped_steps": skipped}
@@ -259,12 +257,22 @@ def compile_layout_change(old: Program, new: Program) -> Callable[[State], State
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         move = jitted.lower(old.state["params"]["layers"]).compile()
 
+    new_moment, *_ = split_moments(new.state["opt_state"], new.state["params"])[0]
+
+    def place(tree, like):
+        return jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, like))
+
     def change(state: State) -> State:
         def of_params(params):
             return {**params, "layers": move(params["layers"])}
 
+        def of_moment(moment):
+            """By way of the device, where the layers are joined anew."""
+            here = place(moment, old.state["params"])
+            return place(of_params(here), new_moment)
+
         moments = like_params(
-            state["opt_state"], state["params"], of_params, lambda leaf: leaf
+            state["opt_state"], state["params"], of_moment, lambda leaf: leaf
         )
         return {**state, "params": of_params(state["params"]), "opt_state": moments}
 

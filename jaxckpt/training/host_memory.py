@@ -1,0 +1,58 @@
+"""Pinned host memory as a place for state, and how each backend is told of it.
+
+Three ways, by the devices:
+
+* *placed*: attached devices that list it. Shardings name the memory kind; arrays are
+  there between steps.
+* *declared*: GPUs that are only compiled for list no memories. The program itself says
+  which of its arguments are there, and XLA compiles the same transfers.
+* *none*: nothing to name. The program streams all the same, within device memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxckpt import compat
+
+PINNED = "pinned_host"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """How host memory is used on some devices; see `host_memory`."""
+
+    way: Literal["placed", "declared", "none"]
+
+    def place(self, sharding: NamedSharding) -> NamedSharding:
+        """The same sharding in host memory, where a sharding can say so."""
+        if self.way != "placed":
+            return sharding
+        return sharding.with_memory_kind(PINNED)
+
+    def arrive(self, arguments: Any) -> Any:
+        """Arguments of the jitted function around, known to be in host memory."""
+        if self.way != "declared":
+            return arguments
+        return jax.tree.map(compat.in_host_memory, arguments)
+
+    def to_device(self, tree: Any) -> Any:
+        return self._move(tree, "Device")
+
+    def to_host(self, tree: Any) -> Any:
+        return self._move(tree, "Host")
+
+    def _move(self, tree: Any, space: str) -> Any:
+        if self.way == "none":
+            return tree
+        return jax.device_put(tree, getattr(jax.memory.Space, space))
+
+
+def host_memory(device: Any) -> HostMemory:
+    """How host memory is used on a device, which stands for all of a mesh."""
+    kinds = compat.memory_kinds(device)
+    if kinds is None:
+        return HostMemory("declared" if device.platform == "gpu" else "none")
+    return HostMemory("placed" if PINNED in kinds else "none")

@@ -1,0 +1,221 @@
+"""The optimizer's part of a step: from summed gradients to new weights and moments.
+
+Plain, it is Optax's chain over whole trees. *Streamed*, the moments are in pinned host
+memory, and a loop over the layers brings one layer's to the device, updates it and
+writes it back in its place: the device never holds more than one layer's moments, or
+those of the largest parameter outside of the layers. The numbers are the same, since
+all but the clipping by global norm acts on each parameter by itself.
+
+Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021;
+there the update runs on the host's CPU, here on the device.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxckpt.layers import LayerPlan, Run
+from jaxckpt.stack import layout_keys
+from jaxckpt.training.host_memory import HostMemory
+from jaxckpt.training.optim import make_clip, make_rule
+
+Update = Callable[[Any, Any, Any, jax.Array | None], tuple[Any, Any]]
+"""``(gradients, opt_state, params, finite) -> (params, opt_state)``; where ``finite``
+is given and false, both stay as they were."""
+
+Path = tuple[str, ...]
+
+
+def plain_update(config: Any) -> Update:
+    """The update with everything on the device."""
+    clip, rule = make_clip(config), make_rule(config)
+    optimizer = optax.chain(clip, rule)
+
+    def update(gradients, opt_state, params, finite):
+        updates, new_state = optimizer.update(gradients, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        return _choose(finite, new, (params, opt_state))
+
+    return update
+
+
+def streamed_update(config: Any, plan: LayerPlan, host: HostMemory) -> Update:
+    """The update with the moments in host memory.
+
+    Args:
+      config: the run, a `jaxckpt.training.config.TrainConfig`.
+      plan: the layer plan, which says how the parameters of the layers are stacked.
+      host: how host memory is used.
+    """
+    clip, rule = make_clip(config), make_rule(config)
+
+    def update(gradients, opt_state, params, finite):
+        clip_state, rule_state = opt_state
+        clipped, new_clip_state = clip.update(gradients, clip_state)
+        moments, counters, rebuild = split_moments(rule_state, params)
+        moments = host.arrive(moments)
+
+        def of_piece(gradients, moments, params):
+            """New moments and parameters of some parameters, on the device."""
+            updates, state = rule.update(gradients, rebuild(moments, counters), params)
+            new_moments = rebuild.parts(state)[0]
+            new = new_moments, optax.apply_updates(params, updates)
+            return _choose(finite, new, (moments, params))
+
+        for path, lead in pieces(plan, params, scan=config.architecture.scan_layers):
+            gradient = _get(clipped, path)
+            held = [_get(moment, path) for moment in moments]
+            piece = _get(params, path)
+            new_held, new_piece = _stream(of_piece, gradient, held, piece, lead, host)
+            params = _set(params, path, new_piece)
+            moments = [
+                _set(moment, path, new)
+                for moment, new in zip(moments, new_held, strict=True)
+            ]
+        # Counters do not depend on parameters: of none at all they are the same.
+        nothing = rebuild([{} for _ in moments], counters)
+        _, advanced = rule.update({}, nothing, {})
+        new = new_clip_state, rebuild.parts(advanced)[1]
+        new_clip_state, counters = _choose(finite, new, (clip_state, counters))
+        return params, (new_clip_state, rebuild(moments, counters))
+
+    return update
+
+
+def _choose(finite: jax.Array | None, new: Any, old: Any) -> Any:
+    """By choice, not by a branch: that would keep both."""
+    if finite is None:
+        return new
+    return jax.tree.map(functools.partial(jnp.where, finite), new, old)
+
+
+def _stream(
+    of_piece: Callable[..., tuple[Any, Any]],
+    gradient: Any,
+    moments: Any,
+    params: Any,
+    lead: tuple[int, ...],
+    host: HostMemory,
+) -> tuple[Any, Any]:
+    """Updates one piece, entry by entry along its leading axes, in place."""
+
+    def once(gradient, moments, params):
+        moments, params = of_piece(gradient, host.to_device(moments), params)
+        return host.to_host(moments), params
+
+    if math.prod(lead) == 1:
+        return once(gradient, moments, params)
+
+    def take(tree, index):
+        def one(leaf):
+            rest = leaf.shape[len(index) :]
+            start = (*index, *(0 for _ in rest))
+            return lax.dynamic_slice(leaf, start, (*(1 for _ in index), *rest))
+
+        return jax.tree.map(one, tree)
+
+    def put(tree, entry, index):
+        def one(leaf, new):
+            start = (*index, *(0 for _ in leaf.shape[len(index) :]))
+            return lax.dynamic_update_slice(leaf, new, start)
+
+        return jax.tree.map(one, tree, entry)
+
+    def body(carry, index):
+        new = once(take(gradient, index), *take(carry, index))
+        return put(carry, new, index), None
+
+    indices = np.unravel_index(np.arange(math.prod(lead), dtype=np.int32), lead)
+    indices = tuple(one.astype(np.int32) for one in indices)
+    return lax.scan(body, (moments, params), indices)[0]
+
+
+def pieces(
+    plan: LayerPlan, params: dict[str, Any], *, scan: bool
+) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """The parts of a parameter tree that are updated one after the other.
+
+    Yields:
+      The path of a subtree, and the sizes of its leading axes, over layers; none for
+      what is not stacked.
+
+    Example:
+      >>> from jaxckpt.layers import layer_plan
+      >>> params = {"embedding": ..., "layers": {"run_0": ..., "run_1": ...}}
+      >>> plan = layer_plan("2x3xfull+1xnone", 7)
+      >>> list(pieces(plan, params, scan=True))
+      [(('embedding',), ()), (('layers', 'run_0', 'run_0'), (2, 3)), \
+(('layers', 'run_1'), (1,))]
+    """
+    for name in params:
+        if name != "layers":
+            yield (name,), ()
+        elif scan:
+            yield from _stacks(plan.runs, (name,), ())
+        else:
+            yield from (((name, key), ()) for key in layout_keys(plan, scan=False))
+
+
+def _stacks(
+    runs: Sequence[Run], path: Path, lead: tuple[int, ...]
+) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    for index, run in enumerate(runs):
+        here, sizes = (*path, f"run_{index}"), (*lead, run.count)
+        if run.group:
+            yield from _stacks(run.group, here, sizes)
+        else:
+            yield here, sizes
+
+
+class _Rebuild:
+    """An optimizer's state from its moments and its counters, and back."""
+
+    def __init__(self, structure: Any, is_moment: Sequence[bool]):
+        self._structure, self._is_moment = structure, is_moment
+
+    def __call__(self, moments: Sequence[Any], counters: Sequence[Any]) -> Any:
+        left = {True: iter(moments), False: iter(counters)}
+        parts = [next(left[is_moment]) for is_moment in self._is_moment]
+        return jax.tree.unflatten(self._structure, parts)
+
+    def parts(self, state: Any) -> tuple[list[Any], list[Any]]:
+        parts = self._structure.flatten_up_to(state)
+        pairs = list(zip(parts, self._is_moment, strict=True))
+        moments = [part for part, is_one in pairs if is_one]
+        return moments, [part for part, is_one in pairs if not is_one]
+
+
+def split_moments(state: Any, params: Any) -> tuple[list[Any], list[Any], _Rebuild]:
+    """Takes an optimizer's state apart.
+
+    Returns:
+      The trees that mirror the parameters (its moments), every other leaf (its
+      counters), and ``rebuild(moments, counters)``, which makes a state of the same
+      kind for any part of the parameters.
+    """
+    mirrored = jax.tree.structure(params)
+
+    def mirrors(subtree):
+        return jax.tree.structure(subtree) == mirrored
+
+    parts, structure = jax.tree.flatten(state, is_leaf=mirrors)
+    rebuild = _Rebuild(structure, [mirrors(part) for part in parts])
+    return *rebuild.parts(state), rebuild
+
+
+def _get(tree: Any, path: Path) -> dict[str, Any]:
+    """A subtree under its own name: rules look at the names of parameters."""
+    return {path[-1]: functools.reduce(lambda found, key: found[key], path, tree)}
+
+
+def _set(tree: dict[str, Any], path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    """The tree with another subtree, given as by `_get`; in place nothing changes."""
+    name, *rest = path
+    return {**tree, name: _set(tree[name], tuple(rest), value) if rest else value[name]}
