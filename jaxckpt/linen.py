@@ -68,21 +68,23 @@ class Stack(nn.Module):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         plan = layer_plan(self.plan, self.num_layers)
         arrays, rebuild = split_static((args, kwargs))
-        keys = split_layers(self._layer_keys(), plan, self.num_layers, scan=self.scan)
+        keys = layer_keys(self, self.num_layers)
+        keys = split_layers(keys, plan, self.num_layers, scan=self.scan)
         call = _BlockCall(self.make_block, rebuild)
         if self.scan:
             return _scan_runs(call, plan.runs, x, keys, arrays)
         return _unroll(self, call, plan.runs, 0, x, keys, arrays)
 
-    def _layer_keys(self) -> dict[str, jax.Array]:
-        """Per random stream the keys of all layers, whatever the plan: (layers,)."""
-        layers = jnp.arange(self.num_layers)
-        assert self.scope is not None  # it is, inside a call
-        keys = {stream: self.make_rng(stream) for stream in self.scope.rngs}
-        return {
-            stream: jax.vmap(functools.partial(jax.random.fold_in, key))(layers)
-            for stream, key in keys.items()
-        }
+
+def layer_keys(module: nn.Module, num_layers: int) -> dict[str, jax.Array]:
+    """Per random stream the keys of all layers of a module: (layers,)."""
+    layers = jnp.arange(num_layers)
+    assert module.scope is not None  # it is, inside a call
+    keys = {stream: module.make_rng(stream) for stream in module.scope.rngs}
+    return {
+        stream: jax.vmap(functools.partial(jax.random.fold_in, key))(layers)
+        for stream, key in keys.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,12 @@ class PlanConfig:
     one with the least estimated step time under the budget; needs a target of GPUs."""
     sequence_parallel: bool = False
     """Shard activations over the sequence between tensor-parallel regions."""
+    pipeline_schedule: Literal["gpipe", "circular"] = "gpipe"
+    """Of the stages of --mesh=pipe:P; circular: several layers' turns per stage."""
+    pipeline_microbatches: int = 0
+    """Micro-batches in the pipeline. Default: 4 per stage, where there are as many."""
+    pipeline_repeats: int = 0
+    """Turns of a circular schedule. Default: 2 or the next number that divides."""
     batch_size: int = 16
     """Sequences per optimizer step, over all devices."""
     seq_len: int = 0

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -18,6 +18,9 @@ _OF_MODEL = (
     "batch_size",
     "seq_len",
     "accumulate",
+    "pipeline_schedule",
+    "pipeline_microbatches",
+    "pipeline_repeats",
     "max_batch",
 )
 
@@ -38,6 +41,12 @@ class ReportConfig:
     """Devices per axis, such as fsdp:8. Default: all on fsdp."""
     sequence_parallel: bool = False
     """Shard activations over the sequence between tensor-parallel regions."""
+    pipeline_schedule: Literal["gpipe", "circular"] = "gpipe"
+    """Of the stages of --mesh=pipe:P; circular: several layers' turns per stage."""
+    pipeline_microbatches: int = 0
+    """Micro-batches in the pipeline. Default: 4 per stage, where there are as many."""
+    pipeline_repeats: int = 0
+    """Turns of a circular schedule. Default: 2 or the next number that divides."""
     batch_size: int = 16
     """Sequences per optimizer step, over all devices."""
     seq_len: int = 0

@@ -17,10 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxckpt.layers import Layers
 from jaxckpt.linen import Stack
+from jaxckpt.linen_pipeline import PipelinedStack
 from jaxckpt.models.attention import attention
 from jaxckpt.models.loss import chunked_cross_entropy
 from jaxckpt.models.presets import ModelConfig
 from jaxckpt.models.ring_attention import Ring
+from jaxckpt.schedules.pipeline import PipelineSchedule
 
 Constrain = Callable[[Array, Sequence[str]], Array]
 
@@ -36,11 +38,13 @@ class Transformer(nn.Module):
 
     Attributes:
       config: sizes and kinds; ``config.attention`` is "cudnn" or "xla" here.
-      plan: the policy, grouping or layer plan of its blocks.
+      plan: the policy, grouping or layer plan of its blocks; in a pipeline, of the
+        blocks of one chunk.
       constrain: places an activation, given its logical axes; see
         `jaxckpt.training.sharding`.
       ring: the devices that time is cut over, if it is. Inside, tokens are then in
         its zigzag order; what comes in and goes out is in the sequence's.
+      pipeline: runs the blocks in the stages of a pipeline, along the mesh axis pipe.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -57,6 +61,7 @@ class Transformer(nn.Module):
     plan: str | Layers = "none"
     constrain: Constrain = unconstrained
     ring: Ring | None = None
+    pipeline: PipelineSchedule | None = None
 
     def setup(self):
         config = self.config
@@ -73,12 +78,7 @@ class Transformer(nn.Module):
                 _partitioned(nn.initializers.normal(0.02), "positions", "embed"),
                 (config.max_seq_len, config.dim),
             )
-        self.layers = Stack(
-            functools.partial(Block, config, self.constrain, self.ring),
-            config.num_layers,
-            self.plan,
-            config.scan_layers,
-        )
+        self.layers = self._make_layers()
         self.final_norm = _norm(config)
         if not config.tied_embedding:
             self.lm_head = self.param(
@@ -87,6 +87,27 @@ class Transformer(nn.Module):
                 (config.dim, config.vocab_size),
             )
         self.embedding_dropout = nn.Dropout(config.dropout)
+
+    def _make_layers(self) -> nn.Module:
+        config = self.config
+        block = functools.partial(Block, config, self.constrain, self.ring)
+        if self.pipeline is None:
+            return Stack(block, config.num_layers, self.plan, config.scan_layers)
+
+        def placed(*lead):
+            axes = (*lead, "batch", "residual_time", "residual")
+            return lambda x: self.constrain(x, axes)
+
+        return PipelinedStack(
+            block,
+            config.num_layers,
+            self.pipeline,
+            self.plan,
+            axis="pipe",
+            cast=functools.partial(_cast_kernels, config.compute_dtype),
+            constrain_state=placed("stages"),
+            constrain_streams=placed("stages", "columns"),
+        )
 
     def __call__(
         self,
@@ -134,9 +155,10 @@ class Transformer(nn.Module):
             positions = self.position_embedding[: tokens.shape[1]].astype(dtype)
             x += self.ring.to_zigzag(positions[None]) if self.ring else positions
         x = self.embedding_dropout(x, deterministic=deterministic)
-        x = self.constrain(x, ("batch", "residual_time", "residual"))
+        # Outside the layers the stages of a pipeline share the sequences.
+        x = self.constrain(x, ("sequences", "residual_time", "residual"))
         x = self.layers(x, deterministic=deterministic)
-        return self.constrain(self.final_norm(x), ("batch", "time", "residual"))
+        return self.constrain(self.final_norm(x), ("sequences", "time", "residual"))
 
     def logits(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time v"]:
         """Next-token logits in float32, for sampling; training never makes them."""
@@ -239,6 +261,14 @@ class Block(nn.Module):
 
 _FULL_TIME = ("batch", "time", "residual")
 _OUTPUT_AXES = ("joined", "residual")  # kernels back into the residual stream
+
+
+def _cast_kernels(dtype: str, params: Any) -> Any:
+    """Matmuls' weights in the compute dtype, as each of them casts its own."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.astype(dtype) if path[-1].key == "kernel" else leaf,
+        params,
+    )
 
 
 def rotary(

@@ -13,9 +13,11 @@ import tyro
 from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.models.dialects import translate
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
-from jaxckpt.policies import is_automatic, unknown_names
+from jaxckpt.policies import PolicyError, is_automatic, unknown_names
+from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.mesh_sizes import parse_mesh
 from jaxckpt.training.mesh_sizes import resolve_mesh as resolve_mesh
+from jaxckpt.training.pipeline import PipelineFlags
 from jaxckpt.training.policy_schedule import Schedule, parse_schedule, split_entry
 from jaxckpt.units import parse_bytes, parse_share
 
@@ -54,6 +56,16 @@ class TrainConfig:
     layer by layer during the update: 8 bytes per parameter less on the devices."""
     sequence_parallel: bool = False
     """Shard activations over the sequence between tensor-parallel regions."""
+    pipeline_schedule: Literal["gpipe", "circular"] = "gpipe"
+    """With stages, --mesh=pipe:P. gpipe: each stage has consecutive layers. circular:
+    micro-batches go around several times, so that less of the time is idle and more
+    is sent. A policy is that of the layers of one stage (of one repeat in it)."""
+    pipeline_microbatches: int = 0
+    """Micro-batches in the pipeline at a time, a multiple of the stages. Idle is
+    (P - 1) of M + P - 1. Default: 4 per stage, or fewer where the batch is small."""
+    pipeline_repeats: int = 0
+    """Times that a micro-batch goes around; circular only. Default: 2 or the next
+    number that divides the layers of a stage."""
     virtual_devices: int = 0
     """Pretend the CPU is this many devices, to try a mesh. 0: what is there."""
     data: tuple[str, ...] = ()
@@ -129,8 +141,11 @@ class TrainConfig:
             )
         if self.resume and not self.workdir:
             raise ConfigError("--resume needs --workdir, the folder of the run")
+        if self.pipeline and not self.architecture.scan_layers:
+            raise ConfigError(
+                "--no-scan-layers has no loops to make the stages of a pipeline of"
+            )
         self._check_policy()
-        parse_mesh(self.mesh)
 
     def _check_policy(self) -> None:
         if self.plan and self.policy != "none":
@@ -185,8 +200,43 @@ class TrainConfig:
 
     def _layers_of(self, policy: str) -> LayerPlan:
         model = self.architecture
-        text = translate(policy, model.value_names, model.num_layers)
-        return layer_plan(text, model.num_layers)
+        depth = self.planned_layers
+        text = translate(policy, model.value_names, depth)
+        try:
+            return layer_plan(text, depth)
+        except PolicyError as error:
+            if depth == model.num_layers:
+                raise
+            raise PolicyError(
+                f"{error}; in a pipeline a policy is that of the {depth} layers of one "
+                "stage (of one repeat in it)"
+            ) from error
+
+    @property
+    def pipeline(self) -> PipelineSchedule | None:
+        """The schedule of the pipeline; None without stages in the mesh."""
+        sizes = parse_mesh(self.mesh)
+        flags = PipelineFlags(
+            self.pipeline_schedule, self.pipeline_microbatches, self.pipeline_repeats
+        )
+        return flags.schedule(
+            stages=sizes.get("pipe", 1),
+            num_layers=self.architecture.num_layers,
+            sequences=self.micro_batch_size,
+            replicas=sizes.get("data", 1) * sizes.get("fsdp", 1),
+        )
+
+    @property
+    def planned_layers(self) -> int:
+        """Layers that a layer plan is for: all, or those of a chunk of a pipeline."""
+        chunks = self.pipeline.chunks if self.pipeline else 1
+        return self.architecture.num_layers // chunks
+
+    @property
+    def layer_batch_size(self) -> int:
+        """Sequences that go through a layer at a time, over all devices."""
+        microbatches = self.pipeline.microbatches if self.pipeline else 1
+        return self.micro_batch_size // microbatches
 
     @property
     def sequence_length(self) -> int:
@@ -218,6 +268,8 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "seq_len",
+    "pipeline_microbatches",
+    "pipeline_repeats",
     "virtual_devices",
     "warmup_steps",
     "defragment_every",
@@ -250,7 +302,7 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
         parts = joined // math.gcd(joined, model.head_dim)
         of_heads = ("num_heads", parts, f"what head_dim leaves of {of_joined}")
     uses = [
-        ("batch_size", data * fsdp * config.accumulate, "data x fsdp x accumulate"),
+        _of_batch(config, data * fsdp),
         ("dim", shards, of_shards),
         ("num_heads", tensor, "tensor"),
         of_heads,
@@ -294,6 +346,14 @@ def _check_context(config: TrainConfig, context: int, sizes: dict[str, int]) -> 
             "--mesh has both pipe and context, which do not go together; use fsdp or "
             "tensor in place of one"
         )
+
+
+def _of_batch(config: TrainConfig, replicas: int) -> tuple[str, int, str]:
+    parts = replicas * config.accumulate
+    if config.pipeline is None:
+        return "batch_size", parts, "data x fsdp x accumulate"
+    axes = "data x fsdp x accumulate x pipeline micro-batches"
+    return "batch_size", parts * config.pipeline.microbatches, axes
 
 
 def _that_would_do(config: TrainConfig, field: str, parts: int) -> str:

@@ -79,7 +79,7 @@ def inspect_run(
         compiled[program.plan] = _compile(program, residuals, platform)
     executable, step = compiled[program.plan]
     step = dataclasses.replace(step, policy=config.policy)
-    bare_plan = layer_plan(NONE, config.architecture.num_layers)
+    bare_plan = layer_plan(NONE, config.planned_layers)
     if bare_plan not in compiled:
         progress("compiling the same step without remat")
         bare = make_program(config, placement, bare_plan)
@@ -244,7 +244,7 @@ def lint_program(
     model = config.architecture
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     shards = placement.mesh.shape
-    tokens = config.micro_batch_size * config.sequence_length
+    tokens = config.layer_batch_size * config.sequence_length
     parts = shards["data"] * shards["fsdp"] * shards["context"]
     input_bytes = tokens * model.dim * itemsize // parts
     layers = jax.tree.leaves(program.state["params"]["layers"])
@@ -274,7 +274,7 @@ def one_layer(config: TrainConfig, placement: Placement) -> OneLayer:
     """The layer of a run's model, at the size of one micro-batch."""
     architecture = config.architecture
     block = Block(architecture, placement.constrain, placement.ring)
-    size = (config.micro_batch_size, config.sequence_length, architecture.dim)
+    size = (config.layer_batch_size, config.sequence_length, architecture.dim)
     x = jax.ShapeDtypeStruct(size, architecture.compute_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     bare = Block(architecture)

@@ -17,12 +17,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt.linen import LAYER_AXIS
+from jaxckpt.linen_pipeline import REPEAT_AXIS, STAGE_AXIS
 from jaxckpt.models.ring_attention import Ring
 from jaxckpt.training.mesh_sizes import MESH_AXES
 
 _RULES: dict[str, Any] = {
     "batch": ("data", "fsdp"),
-    "replicas": "data",  # the batch, gathered over fsdp
+    "sequences": ("pipe", "data", "fsdp"),  # the batch outside a pipeline's stages
+    "replicas": ("pipe", "data"),  # the sequences, gathered over fsdp
     "time": "context",
     "lookup_time": None,
     "residual": None,
@@ -39,6 +41,9 @@ _RULES: dict[str, Any] = {
     "norm": None,
     "positions": None,
     LAYER_AXIS: None,
+    STAGE_AXIS: "pipe",
+    REPEAT_AXIS: None,
+    "columns": None,
 }
 
 
@@ -99,7 +104,7 @@ class Placement:
     @property
     def batch(self) -> NamedSharding:
         """Of a batch (accumulation steps, sequences, time)."""
-        return self.sharding((None, "batch", "time"))
+        return self.sharding((None, "sequences", "time"))
 
     @property
     def ring(self) -> Ring | None:

@@ -18,7 +18,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxckpt.models.presets import EXECUTION_FIELDS, ModelConfig
-from jaxckpt.stack import join_layers, merge_layers
 from jaxckpt.training.step import Program, State, like_params
 
 FORMAT = 1
@@ -247,9 +246,7 @@ def from_canonical(program: Program, canonical: dict[str, Any]) -> State:
 
     def split(layers):
         in_order = [layers[f"layer_{index}"] for index in range(config.num_layers)]
-        return join_layers(
-            in_order, program.plan, config.num_layers, scan=config.scan_layers
-        )
+        return program.join_layers(in_order)
 
     state = _map_layers(canonical, split)
     state["key"] = jax.random.wrap_key_data(state["key"])
@@ -258,12 +255,8 @@ def from_canonical(program: Program, canonical: dict[str, Any]) -> State:
 
 
 def _canonical(program: Program, state: State) -> dict[str, Any]:
-    config = program.model.config
-
     def merge(layers):
-        in_order = merge_layers(
-            layers, program.plan, config.num_layers, scan=config.scan_layers
-        )
+        in_order = program.merge_layers(layers)
         return {f"layer_{index}": layer for index, layer in enumerate(in_order)}
 
     if jnp.issubdtype(state["key"].dtype, jax.dtypes.prng_key):

@@ -12,6 +12,7 @@ import optax
 from jax import lax
 
 from jaxckpt.layers import LayerPlan
+from jaxckpt.linen_pipeline import join_chunks, merge_chunks
 from jaxckpt.models.transformer import Transformer
 from jaxckpt.stack import join_layers, merge_layers
 from jaxckpt.training.config import TrainConfig
@@ -57,6 +58,22 @@ class Program:
     state: State
     batch: Batch
 
+    def merge_layers(self, layers: Any) -> list[Any]:
+        """The layers' parameters, or what mirrors them, as a tree of each layer."""
+        model = self.model
+        config, depth = model.config, model.config.num_layers
+        if model.pipeline:
+            return merge_chunks(layers, self.plan, depth, model.pipeline)
+        return merge_layers(layers, self.plan, depth, scan=config.scan_layers)
+
+    def join_layers(self, in_order: list[Any]) -> Any:
+        """Undoes `merge_layers`, for trees of any program of the same model."""
+        model = self.model
+        config, depth = model.config, model.config.num_layers
+        if model.pipeline:
+            return join_chunks(in_order, self.plan, depth, model.pipeline)
+        return join_layers(in_order, self.plan, depth, scan=config.scan_layers)
+
 
 def make_program(
     config: TrainConfig, placement: Placement, plan: LayerPlan | None = None
@@ -70,7 +87,13 @@ def make_program(
     """
     architecture = config.architecture
     plan = plan or config.layers
-    model = Transformer(architecture, plan, placement.constrain, placement.ring)
+    model = Transformer(
+        architecture,
+        plan,
+        placement.constrain,
+        ring=placement.ring,
+        pipeline=config.pipeline,
+    )
     optimizer = make_optimizer(config)
     host = host_memory(placement.mesh.devices.flat[0])
     offload = config.offload_optimizer != "none"
@@ -82,7 +105,7 @@ def make_program(
         tokens = jnp.zeros((1, config.sequence_length), jnp.int32)
         weights = jnp.zeros(tokens.shape, jnp.float32)
         # Initialized without the mesh's constraints: the example batch is 1.
-        bare = Transformer(architecture, plan)
+        bare = Transformer(architecture, plan, pipeline=config.pipeline)
         return bare.init(key, tokens, tokens, weights)["params"]
 
     def init_state():
@@ -243,11 +266,9 @@ def compile_layout_change(old: Program, new: Program) -> Callable[[State], State
     """
     if same_layout(old, new):
         return lambda state: state
-    depth, scan = old.model.config.num_layers, old.model.config.scan_layers
 
     def convert(layers):
-        in_order = merge_layers(layers, old.plan, depth, scan=scan)
-        return join_layers(in_order, new.plan, depth, scan=scan)
+        return new.join_layers(old.merge_layers(layers))
 
     target = new.state["params"]["layers"]
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)

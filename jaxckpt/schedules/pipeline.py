@@ -1,0 +1,99 @@
+"""Pipeline schedules: how often stages run, idle, and what they hold. No JAX here.
+
+A stack of layers is cut into ``stages x repeats`` chunks of consecutive layers; stage
+p runs chunks p, p + stages, ... Micro-batches travel from stage to stage, and with
+several repeats (a *circular* schedule) around again. One repeat is GPipe's schedule.
+
+Every device runs one program, so an iteration takes place in all stages at once, and
+in the first and last ``stages - 1`` iterations some of them compute what nobody reads.
+
+Sources: Huang et al. 2019, "GPipe" (arXiv 1811.06965); Narayanan et al. 2021,
+"Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv 2104.04473);
+Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """Stages, micro-batches and repeats of a pipeline.
+
+    Attributes:
+      stages: P, the devices along the pipeline.
+      microbatches: M, a multiple of P: every stage keeps its share of the inputs.
+      repeats: R, how often a micro-batch goes around; 1 is GPipe.
+
+    Raises:
+      ValueError: a size below 1, or micro-batches that do not divide over the stages.
+
+    Example:
+      >>> gpipe, circular = PipelineSchedule(4, 8), PipelineSchedule(4, 8, repeats=2)
+      >>> gpipe.iterations, circular.iterations
+      (11, 19)
+      >>> round(gpipe.bubble, 3), round(circular.bubble, 3)
+      (0.273, 0.158)
+    """
+
+    stages: int
+    microbatches: int
+    repeats: int = 1
+
+    def __post_init__(self):
+        for field in ("stages", "microbatches", "repeats"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}, expected 1 up")
+        if self.microbatches % self.stages:
+            raise ValueError(
+                f"{self.microbatches} micro-batches do not divide over {self.stages} "
+                "stages"
+            )
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of the stack, one of which a stage runs in an iteration."""
+        return self.stages * self.repeats
+
+    @property
+    def iterations(self) -> int:
+        """Runs of a chunk by every stage in one pass: R M + P - 1."""
+        return self.repeats * self.microbatches + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of a stage's iterations whose results nobody reads."""
+        return (self.stages - 1) / self.iterations
+
+    @property
+    def held_chunks(self) -> int:
+        """What a stage holds when its backward pass starts, in chunk-micro-batches.
+
+        All iterations: GPipe's M, or R M in a circular schedule, and the bubble's.
+        """
+        return self.iterations
+
+    @property
+    def held_chunks_1f1b(self) -> Fraction:
+        """What the first stage holds at most under one-forward-one-backward, where a
+        backward pass starts as soon as it can; in chunk-micro-batches.
+
+        Megatron's schedule, interleaved with several repeats: R P (1 + (P - 1) / (P R))
+        chunks, and never more than all. Not run here, where forward comes before
+        backward; for comparison.
+
+        Example:
+          >>> PipelineSchedule(8, 64).held_chunks_1f1b
+          Fraction(8, 1)
+          >>> PipelineSchedule(8, 64, repeats=3).held_chunks_1f1b / 24
+          Fraction(31, 24)
+        """
+        p, r = self.stages, self.repeats
+        interleaved = r * p * (1 + Fraction(p - 1, p * r)) if r > 1 else Fraction(p)
+        return min(interleaved, Fraction(r * self.microbatches))
+
+    def chunk_of_layer(self, layer: int, num_layers: int) -> tuple[int, int, int]:
+        """Where a layer runs: its stage, its repeat, and its place in the chunk."""
+        chunk, place = divmod(layer, num_layers // self.chunks)
+        repeat, stage = divmod(chunk, self.stages)
+        return stage, repeat, place
