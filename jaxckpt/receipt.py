@@ -39,6 +39,8 @@ class CompiledStep:
       flops: FLOPs of one step over all devices.
       residuals: ``policy -> what one layer keeps under it``.
       compile_seconds: tracing and compiling.
+      iterations: how often a device runs the plan's layers, keeping the values of all
+        runs: in a pipeline.
     """
 
     policy: str
@@ -47,29 +49,33 @@ class CompiledStep:
     flops: FlopCount
     residuals: Callable[[Policy], Sequence[Residual]]
     compile_seconds: float
+    iterations: int = 1
 
 
 def saved_rows(
-    plan: LayerPlan, residuals: Callable[[Policy], Sequence[Residual]]
+    plan: LayerPlan,
+    residuals: Callable[[Policy], Sequence[Residual]],
+    iterations: int = 1,
 ) -> list[dict[str, Any]]:
     """What a plan keeps, a row per name, place and number of layers.
 
     ``layers`` counts the copies alive at once: all layers of a run, and of a group
     the layers of the one group that is being recomputed, beside every group's input.
+    In a pipeline that is one group of one iteration, beside what all iterations keep.
     """
     copies: Counter[tuple[str, str, int]] = Counter()
 
-    def walk(runs):
+    def walk(runs, times):
         for run in runs:
             kept: Counter[tuple[str, str]] = Counter()
             for residual in residuals(run.policy):
                 name = "group_input" if run.group else residual.name
                 kept[name, residual.location] += residual.nbytes
             for (name, location), nbytes in kept.items():
-                copies[name, location, nbytes] += run.count
-            walk(run.group)
+                copies[name, location, nbytes] += run.count * times
+            walk(run.group, 1)
 
-    walk(plan.runs)
+    walk(plan.runs, iterations)
     rows = [
         {
             "name": name,
@@ -107,9 +113,10 @@ def step_row(step: CompiledStep, baseline: MemoryBytes, limit: int | None) -> di
         "flops_scope": "all devices",
         "recompute_fraction": flops.recompute_fraction,
         "attention_forward_runs": (
-            flops.attention_forward_runs / step.plan.num_layers or None
+            flops.attention_forward_runs / (step.plan.num_layers * step.iterations)
+            or None
         ),
-        "saved": saved_rows(step.plan, step.residuals),
+        "saved": saved_rows(step.plan, step.residuals, step.iterations),
         "compile_seconds": round(step.compile_seconds, 3),
         "fits": total <= limit if total is not None and limit else None,
     }

@@ -20,8 +20,10 @@ from jaxckpt.models.transformer import Block
 from jaxckpt.policies import NONE, Policy
 from jaxckpt.receipt import CompiledStep, make_receipt
 from jaxckpt.remat import checkpoint
+from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.host_memory import PINNED
+from jaxckpt.training.pipeline import describe
 from jaxckpt.training.policy_schedule import split_entry
 from jaxckpt.training.sharding import Placement
 from jaxckpt.training.step import (
@@ -91,7 +93,7 @@ def inspect_run(
         without,
         platform=platform,
         limit=_device_limit(placement),
-        notes=notes,
+        notes=[*notes, *describe(config.pipeline)],
     )
     receipt["warnings"] += lint_program(config, placement, program)
     return Inspected(program, executable, receipt)
@@ -323,8 +325,14 @@ def _compile(
         flops=count_flops(program.step, *arguments),
         residuals=residuals,
         compile_seconds=seconds,
+        iterations=iterations_of(program.model.pipeline),
     )
     return executable, step
+
+
+def iterations_of(schedule: PipelineSchedule | None) -> int:
+    """How often a device runs its layers in one pass."""
+    return schedule.iterations if schedule else 1
 
 
 def _device_limit(placement: Placement) -> int | None:

@@ -95,6 +95,25 @@ def microbatch_choices(stages: int, sequences: int, replicas: int) -> list[int]:
     return [n for n in range(stages, each + 1, stages) if each % n == 0]
 
 
+def describe(schedule: PipelineSchedule | None) -> list[str]:
+    """What a receipt or a report says of a pipeline, in one line or none.
+
+    Example:
+      >>> describe(PipelineSchedule(4, 8))
+      ['pipeline of 4 stages, 8 micro-batches: 11 runs of each stage, whose kept values
+       and FLOPs are counted; 27.3% of them are idle time, spent on what nobody reads']
+    """
+    if schedule is None:
+        return []
+    turns = f", {schedule.repeats} turns" if schedule.repeats > 1 else ""
+    return [
+        f"pipeline of {schedule.stages} stages{turns}, {schedule.microbatches} "
+        f"micro-batches: {schedule.iterations} runs of each stage, whose kept values "
+        f"and FLOPs are counted; {schedule.bubble:.1%} of them are idle time, spent on "
+        "what nobody reads"
+    ]
+
+
 def _that_would_do(num_layers: int, stages: int, repeats: int) -> str:
     chunks = stages * repeats
     if repeats > 1 and num_layers % stages == 0:

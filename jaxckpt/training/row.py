@@ -21,8 +21,10 @@ from jaxckpt.layers import LayerPlan, Run
 from jaxckpt.linter import lint_step
 from jaxckpt.policies import NONE
 from jaxckpt.receipt import CompiledStep, step_row
-from jaxckpt.training.inspect import layer_residuals, lint_program
+from jaxckpt.schedules.pipeline import PipelineSchedule
+from jaxckpt.training.inspect import iterations_of, layer_residuals, lint_program
 from jaxckpt.training.job import Job
+from jaxckpt.training.pipeline import describe
 from jaxckpt.training.prepare import prepare
 from jaxckpt.training.step import make_program
 
@@ -63,6 +65,7 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
         flops=flops,
         residuals=built.residuals,
         compile_seconds=built.seconds,
+        iterations=iterations_of(built.pipeline),
     )
     return step_row(step, memory, limit) | {
         "activation_saving": None,  # known beside the row of none
@@ -75,7 +78,8 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
         "collective_bytes": collectives,
         "host_transfer_bytes": host_transfers,
         "lint": built.lint,
-        "notes": [_TPU_NOTE] if target.tpu else [],
+        "notes": [*([_TPU_NOTE] if target.tpu else []), *describe(built.pipeline)],
+        "bubble": built.pipeline.bubble if built.pipeline else 0.0,
         "peak": _peak(dump, text, hlo, target),
         **_estimates(hlo, target),
     }
@@ -92,6 +96,7 @@ class _Built:
     residuals: Any
     lint: list[str]
     count_flops: Callable[[], FlopCount]  # of its jaxpr, over all devices
+    pipeline: PipelineSchedule | None = None
 
 
 def _over(flops: FlopCount, devices: int) -> FlopCount:
@@ -119,6 +124,7 @@ def _model_step(job: Job, target: Target) -> _Built:
         residuals=layer_residuals(config, placement),
         lint=lint_program(config, placement, program),
         count_flops=lambda: count_flops(program.step, program.state, program.batch),
+        pipeline=config.pipeline,
     )
 
 
