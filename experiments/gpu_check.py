@@ -38,6 +38,7 @@ only there GEMMs are tuned; a peak in use of 90 to 102 % of the compiled total.
 
 import argparse
 import importlib.util
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -58,7 +59,6 @@ _NEEDED = (
     "jax", "flax", "optax", "scipy", "numpy", "rich", "tyro", "docstring_parser",
     "jaxtyping",
 )  # fmt: skip
-
 
 SECTIONS = (
     Section("device", "what is attached?", 1, 45),
@@ -109,6 +109,8 @@ def _parse() -> argparse.Namespace:
 
 def _check(options: argparse.Namespace) -> int:
     """Runs all sections in processes of their own; the exit code."""
+    # Ended from outside, it ends the process that has the device first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     path = options.json.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # or sections would take another run's for theirs

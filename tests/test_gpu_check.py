@@ -143,12 +143,35 @@ def test_rows_of_a_process_that_hangs_are_kept_and_its_children_end(tmp_path):
     )
     rows, reason = run_rows(script(tmp_path, hangs), 3, alone=True)
     assert rows == [GOOD] and reason == "stopped after 3 s"
-    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    assert_gone((tmp_path / "pid").read_text())
+
+
+def assert_gone(pid):
+    stat = Path("/proc", pid, "stat")
     for _ in range(50):  # until it is gone, or waits for init to take it down
-        if not child.exists() or child.read_text().split()[2] == "Z":
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
             return
         time.sleep(0.1)
-    pytest.fail("its child still runs")
+    pytest.fail(f"process {pid} still runs")
+
+
+def test_ended_from_outside_it_leaves_nothing_on_the_device(tmp_path):
+    pid = tmp_path / "pid"
+    hangs = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); "
+    hangs += "time.sleep(60)"
+    code = (
+        "from experiments import gpu_check; "
+        "gpu_check._Runner.__call__ = lambda self, section, seconds: "
+        f"gpu_check.run_rows(['-c', {hangs!r}], seconds, alone=True); "
+        "gpu_check.main()"
+    )
+    command = [sys.executable, "-c", code, "--small", f"--json={tmp_path / 'found'}"]
+    process = subprocess.Popen(command, env=environment())
+    while not (pid.exists() and pid.read_text()):
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(10) == 143
+    assert_gone(pid.read_text())
 
 
 def test_a_process_that_dies_tells_its_last_line(tmp_path):
