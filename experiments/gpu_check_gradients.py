@@ -21,7 +21,6 @@ from experiments.gpu_check_sizes import Sizes
 from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.layers import LayerPlan, layer_plan
-from jaxckpt.models.presets import ModelConfig
 from jaxckpt.stack import join_layers, merge_layers, split_layers, stack
 from jaxckpt.training.benchmark_worker import random_batch
 from jaxckpt.training.config import TrainConfig
@@ -29,26 +28,6 @@ from jaxckpt.training.sharding import make_placement
 from jaxckpt.training.step import make_program
 from jaxckpt.units import format_bytes
 
-STACK_PLANS = (
-    "full",
-    "save:hidden",
-    "offload:hidden",
-    "offload:layer_input",
-    "save:hidden/offload:layer_input",
-    "offload:hidden,layer_input",
-    "4xoffload:hidden+4xfull",
-    "every:4/save:hidden",
-    "every:4/offload:hidden",
-    "every:3/offload:layer_input",
-    "2x(3xoffload:hidden+1xnone)",
-    "2x2x2xoffload:hidden",
-)
-MODEL_POLICIES = (
-    "full",
-    "offload:decoder_layer_input",
-    "save:context/offload:mlpwi_0",
-    "every:2/offload:mlpwi_0,mlpwi_1",
-)
 STACK_TOLERANCE = 1e-6  # of each gradient's largest entry
 MODEL_TOLERANCE = 1e-5  # GPUs add up an embedding's gradient in any order
 _RUNS = 3  # a copy that comes too late may come in time once
@@ -64,8 +43,8 @@ def check(sizes: Sizes, make_stack: MakeStack = stack) -> Iterator[Row]:
       make_stack: what is under test, as `jaxckpt.stack.stack`.
     """
     with jax.default_matmul_precision("highest"):
-        yield from _plain_stack(*sizes.stack, make_stack)
-        yield from _shipped_model(sizes.gradient_model)
+        yield from _plain_stack(sizes, make_stack)
+        yield from _shipped_model(sizes)
 
 
 # ---------------------------------------------------------------- a plain stack
@@ -77,9 +56,8 @@ def _layer(x, weights):  # (rows, width), both matrices (width, width)
     return x + jnp.tanh(hidden) @ weights["down"], None
 
 
-def _plain_stack(
-    layers: int, width: int, rows: int, make_stack: MakeStack
-) -> Iterator[Row]:
+def _plain_stack(sizes: Sizes, make_stack: MakeStack) -> Iterator[Row]:
+    layers, width, rows = sizes.stack
     random = np.random.default_rng(0)
     shape = (layers, width, width)
     weights = {
@@ -96,7 +74,7 @@ def _plain_stack(
     )
     want = jax.device_get(plain(weights, x))
     temp_bytes: dict[str, int | None] = {}
-    for text in STACK_PLANS:
+    for text in sizes.stack_plans:
         try:
             plan = layer_plan(text, layers)
             run = make_stack(_layer, plan, layers)
@@ -200,7 +178,8 @@ def on_host(found: dict[str, Any]) -> tuple[bool | None, str]:
 # ---------------------------------------------------------------- the shipped model
 
 
-def _shipped_model(architecture: ModelConfig) -> Iterator[Row]:
+def _shipped_model(sizes: Sizes) -> Iterator[Row]:
+    architecture = sizes.gradient_model
     layers = architecture.num_layers
     placement = make_placement({}, jax.devices()[:1])
 
@@ -235,7 +214,7 @@ def _shipped_model(architecture: ModelConfig) -> Iterator[Row]:
         return run, compiled
 
     want = gradient(bare)[0]()
-    for policy in MODEL_POLICIES:
+    for policy in sizes.gradient_policies:
         try:
             program = program_of(policy)
             run, compiled = gradient(program)

@@ -32,7 +32,9 @@ class Sizes:
       timed: steps of each policy in the benchmark.
       budgets: of the planner, from full remat's memory (0) to that of none (1).
       stack: layers, width and rows of the plain stack whose gradients are compared.
+      stack_plans: plans of that stack.
       gradient_model: the float32 model whose gradients are compared.
+      gradient_policies: of that model.
     """
 
     label: str
@@ -46,7 +48,9 @@ class Sizes:
     timed: int
     budgets: tuple[float, ...]
     stack: tuple[int, int, int]
+    stack_plans: tuple[str, ...]
     gradient_model: ModelConfig
+    gradient_policies: tuple[str, ...]
 
     def config(self, policy: str) -> TrainConfig:
         """The run of the model under a policy."""
@@ -76,6 +80,17 @@ FULL_SIZE = Sizes(
     timed=10,
     budgets=(0.5, 0.15, 0.85),
     stack=(8, 256, 2048),
+    stack_plans=(
+        "full", "save:hidden", "offload:hidden", "offload:layer_input",
+        "save:hidden/offload:layer_input", "offload:hidden,layer_input",
+        "4xoffload:hidden+4xfull", "every:4/save:hidden", "every:4/offload:hidden",
+        "every:3/offload:layer_input", "2x(3xoffload:hidden+1xnone)",
+        "2x2x2xoffload:hidden",
+    ),
+    gradient_policies=(
+        "full", "offload:decoder_layer_input", "save:context/offload:mlpwi_0",
+        "every:2/offload:mlpwi_0,mlpwi_1",
+    ),
     gradient_model=model_config(
         "tiny", num_layers=4, dim=256, num_heads=4, mlp_dim=512, attention="xla"
     ),
@@ -96,8 +111,14 @@ SMALL_SIZE = Sizes(
     timed=4,
     budgets=(0.5,),
     stack=(8, 16, 32),
+    stack_plans=(
+        "full", "save:hidden", "offload:hidden", "save:hidden/offload:layer_input",
+        "every:4/offload:hidden", "2x(3xoffload:hidden+1xnone)",
+        "2x2x2xoffload:hidden",
+    ),
     gradient_model=_SMALL_MODEL,
-)
+    gradient_policies=("every:2/offload:decoder_layer_input,mlpwi_0",),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def test_small_on_this_machine(tmp_path):
     """Every section gives real figures; of the device's memory a CPU knows nothing."""
     path = tmp_path / "found.json"
     command = [sys.executable, "-m", "experiments.gpu_check", "--small"]
-    command += [f"--json={path}", "--minutes=9", f"--keep={tmp_path / 'kept'}"]
+    command += [f"--json={path}", "--minutes=20", f"--keep={tmp_path / 'kept'}"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=environment()
     )
@@ -239,7 +239,7 @@ def test_small_on_this_machine(tmp_path):
     assert found["versions"]["jax"] == jax.__version__
 
     offloading = [one for one in rows["gradients"] if one["offloads"]]
-    assert len(offloading) == 12
+    assert len(offloading) == 6
     for one in offloading:
         assert one["checks"] == {"gradients": PASSED, "moved to host": UNKNOWN}
     for one in rows["targets"]:  # the CPU, as absent and as attached device

@@ -12,7 +12,6 @@ import pytest
 from experiments import gpu_check, gpu_check_budgets, gpu_check_steps
 from experiments.gpu_check_budgets import budget_row
 from experiments.gpu_check_gradients import (
-    STACK_PLANS,
     check,
     largest_difference,
     moved,
@@ -209,7 +208,7 @@ def backwards_when_offloaded(layer, plan, layers):
 
 
 def test_a_wrong_gradient_fails_and_ends_with_exit_code_1(tmp_path, monkeypatch):
-    assert STACK_PLANS[2] == "offload:hidden"
+    assert SMALL_SIZE.stack_plans[2] == "offload:hidden"
     rows = list(itertools.islice(check(SMALL_SIZE, backwards_when_offloaded), 3))
     assert [one["checks"]["gradients"] for one in rows] == [PASSED, PASSED, FAILED]
     assert max(rows[2]["largest_differences"]) > 0.1
