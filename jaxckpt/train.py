@@ -42,7 +42,7 @@ def _planned(config: TrainConfig) -> TrainConfig:
             config = resolve_policy(config, "attached", cache, status.update)
     except Infeasible as error:
         command_line.fail(PROG, str(error), code=3)
-    console.print(f"plan: {config.policy}", soft_wrap=True)
+    console.print(f"plan: {config.policy_schedule or config.policy}", soft_wrap=True)
     return config
 
 

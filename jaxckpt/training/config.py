@@ -18,7 +18,12 @@ from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.mesh_sizes import parse_mesh
 from jaxckpt.training.mesh_sizes import resolve_mesh as resolve_mesh
 from jaxckpt.training.pipeline import PipelineFlags
-from jaxckpt.training.policy_schedule import Schedule, parse_schedule, split_entry
+from jaxckpt.training.policy_schedule import (
+    Schedule,
+    is_plan_file,
+    parse_schedule,
+    split_entry,
+)
 from jaxckpt.units import parse_bytes, parse_share
 
 AUTO = "auto"  # the policy that the planner finds
@@ -44,7 +49,8 @@ class TrainConfig:
     0:dots_saveable,1000:full; or by a rule, auto:loss:full,dots_saveable (more saved
     values as the loss converges), auto:headroom:full,dots_saveable (as there is room)
     or auto:length:256=none,1024=full (by the length of documents, which are batched
-    with others of their length, the longest cut into pieces of the last length)."""
+    with others of their length, the longest cut into pieces of the last length). Each
+    may be a plan file, plan.json."""
     memory_budget: str = ""
     """With --policy=auto: device memory that a step may take, 14GiB or 80%. Default:
     no remat while that fits in 80 % of the device (85 % below 7 B parameters), else a
@@ -159,10 +165,11 @@ class TrainConfig:
             raise ConfigError(f"--policy-schedule is in place of {other}; give one")
         if self.policy.startswith(SELECTIVE):
             parse_share(self.policy.removeprefix(SELECTIVE))
-        if self.is_planned:
+        if self._is_automatic:
             return
         for entry in self.schedule.policies:
-            self._check_names(self._layers_of(split_entry(entry)[0]))
+            if not is_plan_file(split_entry(entry)[0]):
+                self._check_names(self._layers_of(split_entry(entry)[0]))
         longest = max(self.schedule.lengths, default=0)
         if longest and self.seq_len and longest != self.seq_len:
             raise ConfigError(
@@ -179,7 +186,12 @@ class TrainConfig:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the policy is still to be found: ``auto`` or ``selective:...``."""
+        """Whether a policy is to be found, or read from a schedule's plan file."""
+        policies = (split_entry(entry)[0] for entry in self.schedule.entries)
+        return self._is_automatic or any(map(is_plan_file, policies))
+
+    @property
+    def _is_automatic(self) -> bool:
         return self.policy == AUTO or self.policy.startswith(SELECTIVE)
 
     @property

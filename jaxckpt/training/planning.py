@@ -27,6 +27,7 @@ from jaxckpt.planner.solve import Link, Operation, evaluate
 from jaxckpt.policies import parse_policy
 from jaxckpt.training.config import AUTO, SELECTIVE, TrainConfig, resolve_mesh
 from jaxckpt.training.job import Job, ask, run_job
+from jaxckpt.training.policy_schedule import is_plan_file, split_entry
 from jaxckpt.training.reporting import default_policies, safe_share
 from jaxckpt.units import parse_bytes
 
@@ -187,6 +188,8 @@ def resolve_policy(
     """
     if config.plan:
         return dataclasses.replace(config, plan="", policy=read_plan(config))
+    if config.policy_schedule:
+        return dataclasses.replace(config, policy_schedule=_read_plans(config))
     if config.policy.startswith(SELECTIVE):
         from jaxckpt.training.sensitivity import selective_plan
 
@@ -231,6 +234,29 @@ def read_plan(config: TrainConfig) -> str:
                 "its budget would not hold; plan again"
             )
     return plan.layer_plan
+
+
+def _read_plans(config: TrainConfig) -> str:
+    """The schedule with the layer plans that its plan files hold."""
+
+    def read(entry: str) -> str:
+        path, length = split_entry(entry)
+        if not is_plan_file(path):
+            return entry
+        seq_len = length or config.seq_len
+        run = dataclasses.replace(
+            config, plan=path, policy_schedule="", seq_len=seq_len
+        )
+        try:
+            layers = read_plan(run)
+        except ConfigError as error:
+            told = str(error).removeprefix("--plan=")
+            raise ConfigError(f"--policy-schedule: {told}") from error
+        return f"{length}={layers}" if length else layers
+
+    schedule = config.schedule
+    entries = tuple(map(read, schedule.entries))
+    return str(dataclasses.replace(schedule, entries=entries))
 
 
 def _forward_seconds(row: dict[str, Any], problem: Problem) -> float:

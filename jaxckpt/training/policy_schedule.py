@@ -7,6 +7,7 @@ By a rule, between policies listed from the fewest saved values to the most:
   ``auto:headroom:nothing_saveable,dots_saveable``  by the memory that is free
 Or by the length of a batch's documents, each bucket up to so many tokens:
   ``auto:length:256=none,1024=dots_saveable,4096=full``
+In place of a policy there may be a plan file, ``plan.json``; `train` reads it first.
 
 Every host decides alone and all decide the same: steps and the global loss are
 the same everywhere (headroom is not, and is for one host).
@@ -60,6 +61,12 @@ class Schedule:
             return tuple(itertools.permutations(self.policies, 2))
         pairs = dict.fromkeys(itertools.pairwise(self.entries))
         return tuple((old, new) for old, new in pairs if old != new)
+
+    def __str__(self) -> str:
+        if self.rule:
+            return f"auto:{self.rule}:{','.join(self.entries)}"
+        pairs = zip(self.starts, self.entries, strict=True)
+        return ",".join(f"{start}:{entry}" for start, entry in pairs)
 
     def between(self, first: int, last: int) -> tuple[str, ...]:
         """The policies that the steps after ``first`` up to ``last`` may run under."""
@@ -169,7 +176,14 @@ def _parse_lengths(text: str, buckets: str) -> Schedule:
     return Schedule(tuple(entries), (), "length")
 
 
+def is_plan_file(policy: str) -> bool:
+    """Whether an entry's policy is a plan of `jaxckpt.plan`, to be read first."""
+    return policy.endswith(".json")
+
+
 def _is_policy(text: str) -> bool:
+    if is_plan_file(text):
+        return True
     try:
         parse_layers(text)
     except PolicyError:
