@@ -22,6 +22,9 @@ step, as integers; what comes after (rotary positions, a loss summed over tokens
 block with the *whole* row's output and log-sum-exp, and the gradients of keys and
 values travel with them, in float32, and arrive at home after C steps.
 
+**Overlap.** Keys and values of the next step are under way during a step's kernel (seen
+in XLA:GPU's schedule, jax 0.10.2); the gradients' transfer, on the way back, is not.
+
 Output and log-sum-exp are named ``"context"``: a policy that saves it runs the ring
 once forward, ``nothing_saveable`` twice, transfers included.
 
@@ -159,27 +162,19 @@ def _attend(ring: Ring, implementation: Implementation):
     attend = functools.partial(block_attention, implementation=implementation)
 
     def on_device(query, key, value):
-        output, lse = attend(query, key, value, causal=True)
-
-        def step(carry, distance):
-            total, total_lse, key, value = carry
-            key, value = _send(ring, (key, value))
+        def step(total, key_value, distance):
             earlier = lax.axis_index(ring.axis) >= distance
-            part, part_lse = attend(
+            part = attend(
                 _query_halves(query, earlier),
-                _key_halves(key, earlier),
-                _key_halves(value, earlier),
+                *_key_halves(key_value, earlier),
                 causal=False,
             )
-            total, total_lse = _merge_halves(
-                (total, total_lse), (part, part_lse), earlier
-            )
-            return (total, total_lse, key, value), None
+            return _merge_halves(total, part, earlier)
 
-        start = (output.astype(jnp.float32), lse, key, value)
-        distances = jnp.arange(1, ring.size)
-        (total, lse, _, _), _ = lax.scan(step, start, distances)
-        return total.astype(query.dtype), lse
+        output, lse = attend(query, key, value, causal=True)
+        start = (output.astype(jnp.float32), lse)
+        output, lse = _around(ring, step, start, jnp.stack([key, value]))
+        return output.astype(query.dtype), lse
 
     rows, of_lse = ring._of_rows, ring._of_lse
     return _on_all(ring, on_device, (rows, rows, rows), (rows, of_lse))
@@ -191,41 +186,54 @@ def _pull_back(ring: Ring, implementation: Implementation):
     gradients = functools.partial(block_gradients, implementation=implementation)
 
     def on_device(query, key, value, output, lse, cotangent):
-        own = gradients(query, key, value, output, lse, cotangent, causal=True)
-
-        def step(carry, distance):
-            d_query, moving = carry
-            key, value, d_key, d_value = _send(ring, moving)
+        def step(total, key_value, distance):
+            d_query, d_key_value = total
+            d_key_value = _send(ring, d_key_value)  # after the keys it belongs to
             earlier = lax.axis_index(ring.axis) >= distance
-            parts = gradients(
+            part, *parts = gradients(
                 _query_halves(query, earlier),
-                _key_halves(key, earlier),
-                _key_halves(value, earlier),
+                *_key_halves(key_value, earlier),
                 _query_halves(output, earlier),
                 _query_halves(lse, earlier, axis=2),
                 _query_halves(cotangent, earlier),
                 causal=False,
             )
-            d_query += _to_queries(parts[0], earlier)
-            d_key += _to_keys(parts[1], earlier)
-            d_value += _to_keys(parts[2], earlier)
-            return (d_query, (key, value, d_key, d_value)), None
+            d_query += _to_queries(part, earlier)
+            return d_query, d_key_value + _to_keys(jnp.stack(parts), earlier)
 
+        own = gradients(query, key, value, output, lse, cotangent, causal=True)
         d_query, *d_others = (part.astype(jnp.float32) for part in own)
-        start = (d_query, (key, value, *d_others))
-        (d_query, moving), _ = lax.scan(step, start, jnp.arange(1, ring.size))
-        d_key, d_value = _send(ring, moving[2:])  # the last step home
-        return tuple(
-            gradient.astype(x.dtype)
-            for gradient, x in zip(
-                (d_query, d_key, d_value), (query, key, value), strict=True
-            )
+        start = (d_query, jnp.stack(d_others))
+        d_query, moved = _around(ring, step, start, jnp.stack([key, value]))
+        d_key, d_value = _send(ring, moved)  # the last step home
+        return (
+            d_query.astype(query.dtype),
+            d_key.astype(key.dtype),
+            d_value.astype(value.dtype),
         )
 
     rows, of_lse = ring._of_rows, ring._of_lse
     return _on_all(
         ring, on_device, (rows, rows, rows, rows, of_lse, rows), (rows, rows, rows)
     )
+
+
+def _around(ring: Ring, step, total, key_value):
+    """Runs ``step(total, key_value, distance) -> total`` on all others' keys.
+
+    The next ones are sent before a step's kernel and awaited after it. They are one
+    array: XLA:GPU has one collective at a time under way behind a kernel.
+    """
+
+    def step_and_send(carry, distance):
+        total, key_value = carry
+        coming = _send(ring, key_value)
+        return (step(total, key_value, distance), coming), None
+
+    start = (total, _send(ring, key_value))
+    distances = jnp.arange(1, ring.size - 1)
+    (total, key_value), _ = lax.scan(step_and_send, start, distances)
+    return step(total, key_value, ring.size - 1)
 
 
 def _on_all(ring: Ring, function, in_specs, out_specs):
@@ -240,14 +248,15 @@ def _on_all(ring: Ring, function, in_specs, out_specs):
     )
 
 
-def _send(ring: Ring, arrays):
+def _send(ring: Ring, x: Array) -> Array:
     """To the next device of the ring, from the one before."""
     pairs = [(device, (device + 1) % ring.size) for device in range(ring.size)]
-    return lax.ppermute(arrays, ring.axis, pairs)
+    return lax.ppermute(x, ring.axis, pairs)
 
 
-# A step's two half blocks, stacked on the batch axis. The first is always the late
-# queries with the early keys; ``earlier`` tells the second, as the table above does.
+# A step's two half blocks, joined on the batch axis; keys and values are stacked. The
+# first is always the late queries with the early keys; ``earlier`` tells the second, as
+# the table above does.
 
 
 def _query_halves(x, earlier, axis=1):
@@ -255,9 +264,9 @@ def _query_halves(x, earlier, axis=1):
     return jnp.concatenate([late, jnp.where(earlier, early, late)])
 
 
-def _key_halves(x, earlier):
-    early, late = jnp.split(x, 2, 1)
-    return jnp.concatenate([early, jnp.where(earlier, early, late)])
+def _key_halves(key_value, earlier):
+    early, late = jnp.split(key_value, 2, 2)
+    return jnp.concatenate([early, jnp.where(earlier, early, late)], 1)
 
 
 def _to_queries(parts, earlier):
@@ -269,10 +278,10 @@ def _to_queries(parts, earlier):
 
 
 def _to_keys(parts, earlier):
-    first, second = jnp.split(parts, 2)
+    first, second = jnp.split(parts, 2, 1)
     zero = jnp.zeros_like(second)
     late = jnp.where(earlier, zero, second)
-    return jnp.concatenate([first + jnp.where(earlier, second, zero), late], 1)
+    return jnp.concatenate([first + jnp.where(earlier, second, zero), late], 2)
 
 
 def _merge_halves(total, parts, earlier):

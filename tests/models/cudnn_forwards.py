@@ -1,10 +1,11 @@
 """Compile a scanned attention block for H100s that are not there; print JSON counts.
 
 Runs in a process of its own, with ``JAX_PLATFORMS=cpu`` set before JAX is imported.
-Usage: python cudnn_forwards.py [policies] [dtypes] [sharded]
+Usage: python cudnn_forwards.py [policies] [dtypes] [sharded] [ring]
 """
 
 import collections
+import functools
 import json
 import re
 import sys
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt.models.attention import attention
+from jaxckpt.models.ring_attention import Ring
 
 H100 = """
 gpu_device_info {
@@ -45,11 +47,11 @@ POLICIES = {
 }
 
 
-def block(x, weights):
+def block(x, weights, ring=None):
     query = jnp.einsum("btm,mhd->bthd", x, weights["query"])
     key = jnp.einsum("btm,mhd->bthd", x, weights["key"])
     value = jnp.einsum("btm,mhd->bthd", x, weights["value"])
-    context = attention(query, key, value, implementation="cudnn")
+    context = attention(query, key, value, implementation="cudnn", ring=ring)
     return x + jnp.einsum("bthd,hdm->btm", context, weights["out"]), None
 
 
@@ -135,7 +137,29 @@ def main(parts):
             "forward_shapes": forward_shapes(hlo),
             "collectives": collectives(hlo),
         }
+    if "ring" in parts:
+        mesh = Mesh(devices.reshape(2, 2, 2), ("data", "context", "model"))
+        ring = Ring(mesh, "context", ("data",), ("model",))
+        result["ring"] = {
+            name: ring_counts(
+                compiled_hlo(
+                    step(name, functools.partial(block, ring=ring)),
+                    mesh,
+                    jnp.bfloat16,
+                    P("data", "context"),
+                    P(None, None, "model", None),
+                )
+            )
+            for name in ("save:context", "nothing_saveable")
+        }
     print(json.dumps(result))
+
+
+def ring_counts(hlo):
+    return {
+        "kernels": kernel_counts(hlo),
+        "forward_shapes": sorted(set(forward_shapes(hlo))),
+    }
 
 
 if __name__ == "__main__":

@@ -385,7 +385,9 @@ def compiled_for_h100():
     ]
     if missing:
         pytest.skip(f"no GPU compiler here: {', '.join(missing)} not importable")
-    return run_python(str(HERE / "cudnn_forwards.py"), "policies", "dtypes", "sharded")
+    return run_python(
+        str(HERE / "cudnn_forwards.py"), "policies", "dtypes", "sharded", "ring"
+    )
 
 
 def importable(package):
@@ -428,6 +430,20 @@ def test_flash_is_partitioned_over_batch_and_heads(compiled_for_h100):
     # Batch 8 over 4 and heads 4 over 2: a kernel sees its own shard.
     assert sharded["forward_shapes"] == ["bf16[2,2,256,64]"]
     assert set(sharded["collectives"]) == {"all-reduce"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "forwards"), [("save:context", 1), ("nothing_saveable", 2)]
+)
+def test_flash_on_a_ring(compiled_for_h100, policy, forwards):
+    """A kernel for a device's own tokens, and one in the loop over the other's."""
+    ring = compiled_for_h100["ring"][policy]
+    assert ring["kernels"] == {
+        "__cudnn$fmhaSoftmax": 2 * forwards,
+        "__cudnn$fmhaSoftmaxBackward": 2,
+    }
+    # 4 of 8 sequences, 2 of 4 heads, 128 of 256 tokens; then two half blocks at once.
+    assert ring["forward_shapes"] == ["bf16[4,2,128,64]", "bf16[8,2,64,64]"]
 
 
 @pytest.mark.slow

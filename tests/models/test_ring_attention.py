@@ -149,8 +149,8 @@ def test_a_policy_decides_how_often_the_ring_runs(policy, forwards, count_runs):
     attend = functools.partial(attention, implementation="xla", ring=ring)
     fn, arguments = gradient(attend, policy)
     runs, steps = count_runs(fn, *arguments), ring.size - 1
-    # Sent: key and value, one by one; back also their gradients, and once more home.
-    there, back = 2 * steps, 4 * steps + 2
+    # Sent: keys and values at once; back also their gradients, and once more home.
+    there, back = steps, 2 * steps + 1
     assert runs["ppermute"] == LAYERS * (forwards * there + back)
     # Two matmuls forward and five backward, for the own block and for each step.
     assert runs["dot_general"] == LAYERS * ring.size * (forwards * 2 + 5)
