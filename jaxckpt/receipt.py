@@ -196,6 +196,14 @@ def _warnings(step: CompiledStep, row: dict, base: dict, platform: str) -> list[
     return list(dict.fromkeys(found))  # policies of one plan share names
 
 
+def host_bytes(row: dict[str, Any]) -> int | None:
+    """Host memory of a compiled step per device: offloaded values and state."""
+    temporary = row["host_temp_bytes"]
+    if temporary is None:
+        return None
+    return temporary + (row.get("host_argument_bytes") or 0)
+
+
 def _kept(residuals: Sequence[Residual]) -> list[tuple[str, int]]:
     return sorted((residual.location, residual.nbytes) for residual in residuals)
 
@@ -227,6 +235,9 @@ def print_receipt(receipt: dict[str, Any], console: Console) -> None:
     memory.add_column("without remat", justify="right")
     for key, title in zip(MEMORY_FIELDS, _MEMORY_TITLES, strict=True):
         memory.add_row(title, format_bytes(step[key]), format_bytes(base[key]))
+    if step.get("host_argument_bytes"):
+        totals = (format_bytes(host_bytes(row)) for row in (step, base))
+        memory.add_row("total in host memory, with its state", *totals)
 
     flops = Table(title="matmul FLOPs, all devices, counted", title_justify="left")
     flops.add_column("phase")

@@ -49,6 +49,7 @@ def _planned(config: TrainConfig) -> TrainConfig:
 def _train(config: TrainConfig) -> None:
     from jaxckpt.compiler.targets import Target
     from jaxckpt.training.loop import train
+    from jaxckpt.training.offload_check import check_offload
     from jaxckpt.training.prepare import prepare
 
     console = command_line.make_console()
@@ -58,6 +59,8 @@ def _train(config: TrainConfig) -> None:
 
     prepared = prepare(config, Target("attached"))
     config, mesh = prepared.config, prepared.placement.mesh
+    if config.offload_optimizer != "none" and config.check_offload:
+        check_offload(mesh.local_devices[0])
     kind = mesh.devices.flat[0].device_kind
     where = f"1 {kind} device"
     policy = config.policy_schedule or config.policy

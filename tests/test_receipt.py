@@ -100,6 +100,7 @@ def test_fields_of_a_receipt():
         "alias_bytes": 800,
         "temp_bytes": 1000,
         "host_temp_bytes": 0,
+        "host_argument_bytes": 0,
         "device_total_bytes": 2100,
         "flops_scope": "all devices",
         "activation_saving": 0.75,

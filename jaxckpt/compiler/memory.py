@@ -25,6 +25,7 @@ class MemoryBytes:
       temp_bytes: everything else that is live at the worst moment: activations,
         gradients, workspace.
       host_temp_bytes: temporaries in host memory: offloaded values.
+      host_argument_bytes: inputs in host memory: offloaded state, updated in place.
     """
 
     argument_bytes: int | None
@@ -32,6 +33,7 @@ class MemoryBytes:
     alias_bytes: int | None
     temp_bytes: int | None
     host_temp_bytes: int | None
+    host_argument_bytes: int | None = 0
 
     @property
     def device_total_bytes(self) -> int | None:
@@ -79,8 +81,14 @@ def compile_step(
     return compiled, time.perf_counter() - start
 
 
-def memory_bytes(compiled: jax.stages.Compiled) -> MemoryBytes:
-    """The memory of a compiled program, per device."""
+def memory_bytes(compiled: jax.stages.Compiled, host_arguments: int = 0) -> MemoryBytes:
+    """The memory of a compiled program, per device.
+
+    Args:
+      compiled: the program.
+      host_arguments: bytes of donated arguments that are in host memory. A backend
+        that counts them on the device (CPU does) has them taken off there.
+    """
     analysis = compiled.memory_analysis()
     fields = {
         "argument_bytes": "argument_size_in_bytes",
@@ -88,6 +96,7 @@ def memory_bytes(compiled: jax.stages.Compiled) -> MemoryBytes:
         "alias_bytes": "alias_size_in_bytes",
         "temp_bytes": "temp_size_in_bytes",
         "host_temp_bytes": "host_temp_size_in_bytes",
+        "host_argument_bytes": "host_argument_size_in_bytes",
     }
     found = {ours: getattr(analysis, theirs, None) for ours, theirs in fields.items()}
     known = {
@@ -96,4 +105,9 @@ def memory_bytes(compiled: jax.stages.Compiled) -> MemoryBytes:
     }
     if not any(known.values()):  # no program takes and gives nothing: all 0 is no news
         known = dict.fromkeys(known)
+    known["host_argument_bytes"] = known["host_argument_bytes"] or 0
+    if host_arguments and not known["host_argument_bytes"] and any(known.values()):
+        known["host_argument_bytes"] = host_arguments
+        for name in ("argument_bytes", "output_bytes", "alias_bytes"):
+            known[name] = (known[name] or 0) - host_arguments
     return MemoryBytes(**known)

@@ -92,7 +92,7 @@ def make_runner(job: Job, cache: str) -> tuple[dict[str, Any], Callable[[], floa
         "device": devices[0].device_kind,
         "num_devices": len(devices),
         "mesh": ",".join(f"{axis}:{size}" for axis, size in sizes if size > 1),
-        "memory": memory_bytes(compiled).as_dict(),
+        "memory": memory_bytes(compiled, program.host_bytes).as_dict(),
         "flops": {phase: getattr(flops, phase) for phase in PHASES},
         "recompute_fraction": flops.recompute_fraction,
         "compile_seconds": round(seconds, 3),

@@ -60,6 +60,9 @@ class TrainConfig:
     offload_optimizer: Literal["none", "state"] = "none"
     """Keep the optimizer's moments in pinned host memory, streamed through the device
     layer by layer during the update: 8 bytes per parameter less on the devices."""
+    check_offload: bool = True
+    """With --offload-optimizer: first try it on a small example, and refuse when the
+    device gets it wrong."""
     sequence_parallel: bool = False
     """Shard activations over the sequence between tensor-parallel regions."""
     pipeline_schedule: Literal["gpipe", "circular"] = "gpipe"

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxckpt import compat
+from jaxckpt.units import format_bytes
 
 PINNED = "pinned_host"
 
@@ -25,6 +26,10 @@ class HostMemory:
     """How host memory is used on some devices; see `host_memory`."""
 
     way: Literal["placed", "declared", "none"]
+
+    @property
+    def is_used(self) -> bool:
+        return self.way != "none"
 
     def place(self, sharding: NamedSharding) -> NamedSharding:
         """The same sharding in host memory, where a sharding can say so."""
@@ -45,9 +50,24 @@ class HostMemory:
         return self._move(tree, "Host")
 
     def _move(self, tree: Any, space: str) -> Any:
-        if self.way == "none":
+        if not self.is_used:
             return tree
         return jax.device_put(tree, getattr(jax.memory.Space, space))
+
+
+def state_note(host: HostMemory, host_bytes: int, platform: str) -> str:
+    """Where offloaded state is, and how its bytes were counted, for a receipt."""
+    if not host.is_used:
+        return (
+            "--offload-optimizer: no pinned host memory can be named here, so the "
+            "state stays on the device; its update is streamed all the same"
+        )
+    size = f"{format_bytes(host_bytes)} of optimizer state per device in host memory"
+    if platform == "cpu":
+        return f"{size}: counted, and taken off XLA's arguments; a CPU has one memory"
+    if host.way == "declared":
+        return f"{size}: compiled; arguments are declared to be there"
+    return f"{size}: compiled"
 
 
 def host_memory(device: Any) -> HostMemory:

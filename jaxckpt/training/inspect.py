@@ -22,7 +22,7 @@ from jaxckpt.receipt import CompiledStep, make_receipt
 from jaxckpt.remat import checkpoint
 from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.config import TrainConfig
-from jaxckpt.training.host_memory import PINNED
+from jaxckpt.training.host_memory import PINNED, host_memory, state_note
 from jaxckpt.training.pipeline import describe
 from jaxckpt.training.policy_schedule import split_entry
 from jaxckpt.training.sharding import Placement
@@ -93,7 +93,11 @@ def inspect_run(
         without,
         platform=platform,
         limit=_device_limit(placement),
-        notes=[*notes, *describe(config.pipeline)],
+        notes=[
+            *notes,
+            *describe(config.pipeline),
+            *offload_notes(config, placement, program),
+        ],
     )
     receipt["warnings"] += lint_program(config, placement, program)
     return Inspected(program, executable, receipt)
@@ -239,6 +243,17 @@ def device_room(placement: Placement, state: State | None = None) -> int | None:
     return min(rooms)
 
 
+def offload_notes(
+    config: TrainConfig, placement: Placement, program: Program
+) -> tuple[str, ...]:
+    """What a receipt or a row says of state in host memory."""
+    if config.offload_optimizer == "none":
+        return ()
+    device = placement.mesh.devices.flat[0]
+    host = host_memory(device)
+    return (state_note(host, program.host_bytes, device.platform),)
+
+
 def lint_program(
     config: TrainConfig, placement: Placement, program: Program
 ) -> list[str]:
@@ -321,7 +336,7 @@ def _compile(
     step = CompiledStep(
         policy=str(program.plan),
         plan=program.plan,
-        memory=memory_bytes(executable),
+        memory=memory_bytes(executable, program.host_bytes),
         flops=count_flops(program.step, *arguments),
         residuals=residuals,
         compile_seconds=seconds,

@@ -11,6 +11,7 @@ from rich.table import Table
 from jaxckpt.planner.frontier import hull
 from jaxckpt.planner.solve import evaluate
 from jaxckpt.policies import parse_policy
+from jaxckpt.receipt import host_bytes
 from jaxckpt.training.mesh_search import MeshEstimate
 from jaxckpt.training.planning import PlannedRun
 from jaxckpt.units import format_bytes, format_milliseconds
@@ -99,7 +100,7 @@ def _numbers(planned: PlannedRun) -> Table:
     table.add_row(
         "host",
         format_bytes(plan.predicted.get("offloaded_bytes", 0)),
-        format_bytes(row["host_temp_bytes"]),
+        format_bytes(host_bytes(row)),
     )
     share = plan.predicted["recompute_flops"] / planned.problem.num_devices
     useful = sum(row["flops"].values()) - row["flops"]["recompute"]

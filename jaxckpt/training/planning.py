@@ -50,12 +50,14 @@ class Problem:
       values: what a policy can keep: dicts of ``name, shape, dtype, nbytes, source``.
       num_devices: of the target.
       memory_limit: bytes of one device, None when it does not say.
+      host_bytes: of the state, per device, in host memory whatever the plan.
     """
 
     stack: LayerStack
     values: list[dict[str, Any]]
     num_devices: int
     memory_limit: int | None
+    host_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,7 @@ def plan_run(
                 window,
                 free=offload == "prefer",
             ),
-            host_budget=parse_bytes(host_budget) if host_budget else math.inf,
+            host_budget=_host_allowance(host_budget, problem.host_bytes),
         )
         problem = dataclasses.replace(problem, stack=stack)
     found = search(problem.stack, bytes_allowed, compile, progress=progress)
@@ -327,7 +329,7 @@ def make_problem(job: Job) -> dict[str, Any]:
         "num_layers": num_layers,
         "static": {
             "weights": state["params"],
-            "optimizer state": state["opt_state"],
+            "optimizer state": state["opt_state"] - program.host_bytes,
             "batch": sum(map(_local_bytes, jax.tree.leaves(program.batch))),
         },
         "gradient_bytes": state["params"],
@@ -339,6 +341,7 @@ def make_problem(job: Job) -> dict[str, Any]:
     return {
         "stack": stack,
         "values": [dataclasses.asdict(value) for value in graph.values.values()],
+        "host_bytes": program.host_bytes,
         "num_devices": devices.size,
         "memory_limit": target.memory_limit or memory.get("bytes_limit"),
     }
@@ -392,6 +395,11 @@ def _plan(
         compiles=len(found.tried),
         values=tuple(one for one in problem.values if one["name"] in kept),
     )
+
+
+def _host_allowance(budget: str, taken: int) -> float:
+    """Bytes of host memory for activations, beside the state that is there."""
+    return max(parse_bytes(budget) - taken, 0) if budget else math.inf
 
 
 def _kind(target: str) -> Any:

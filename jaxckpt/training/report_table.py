@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxckpt.receipt import host_bytes
 from jaxckpt.units import format_bytes, format_milliseconds
 
 _PEAK_SHOWN = 8
@@ -86,7 +87,7 @@ def _cells(row: dict[str, Any], limit: int | None, size: int, wide: bool) -> lis
     return [
         shown(row["device_total_bytes"]),
         shown(row["temp_bytes"]),
-        shown(row["host_temp_bytes"]),
+        shown(host_bytes(row)),
         "?" if saving is None else f"{saving:.1%}",
         f"{row['recompute_fraction']:.1%}",
         "?" if None in moved else sent,

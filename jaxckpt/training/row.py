@@ -22,7 +22,12 @@ from jaxckpt.linter import lint_step
 from jaxckpt.policies import NONE
 from jaxckpt.receipt import CompiledStep, step_row
 from jaxckpt.schedules.pipeline import PipelineSchedule
-from jaxckpt.training.inspect import iterations_of, layer_residuals, lint_program
+from jaxckpt.training.inspect import (
+    iterations_of,
+    layer_residuals,
+    lint_program,
+    offload_notes,
+)
 from jaxckpt.training.job import Job
 from jaxckpt.training.pipeline import describe
 from jaxckpt.training.prepare import prepare
@@ -48,7 +53,7 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
                 f"capability {target.compute_capability}"
             ) from error
         raise
-    memory = memory_bytes(built.compiled)
+    memory = memory_bytes(built.compiled, built.host_bytes)
     text = built.compiled.as_text()
     hlo = parse_hlo(text)
     devices = target.devices()
@@ -78,7 +83,11 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
         "collective_bytes": collectives,
         "host_transfer_bytes": host_transfers,
         "lint": built.lint,
-        "notes": [*([_TPU_NOTE] if target.tpu else []), *describe(built.pipeline)],
+        "notes": [
+            *([_TPU_NOTE] if target.tpu else []),
+            *describe(built.pipeline),
+            *built.notes,
+        ],
         "bubble": built.pipeline.bubble if built.pipeline else 0.0,
         "peak": _peak(dump, text, hlo, target),
         **_estimates(hlo, target),
@@ -97,6 +106,8 @@ class _Built:
     lint: list[str]
     count_flops: Callable[[], FlopCount]  # of its jaxpr, over all devices
     pipeline: PipelineSchedule | None = None
+    host_bytes: int = 0  # of its arguments
+    notes: tuple[str, ...] = ()
 
 
 def _over(flops: FlopCount, devices: int) -> FlopCount:
@@ -125,6 +136,8 @@ def _model_step(job: Job, target: Target) -> _Built:
         lint=lint_program(config, placement, program),
         count_flops=lambda: count_flops(program.step, program.state, program.batch),
         pipeline=config.pipeline,
+        host_bytes=program.host_bytes,
+        notes=offload_notes(config, placement, program),
     )
 
 

@@ -1,5 +1,6 @@
 """The state of a run and the function that advances it by one optimizer step."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from jaxckpt.training.host_memory import host_memory
 from jaxckpt.training.optim import (
     first_loss_scale,
     learning_rate_schedule,
+    make_clip,
     make_optimizer,
+    make_rule,
     needs_loss_scale,
     next_loss_scale,
 )
@@ -48,6 +51,7 @@ class Program:
       evaluate: ``(params, Batch) -> (loss sum, weight sum)``, jitted.
       state: the state's shapes and shardings, as `jax.ShapeDtypeStruct`.
       batch: a batch's, the same.
+      host_bytes: of the state, per device, in host memory.
     """
 
     plan: LayerPlan
@@ -57,6 +61,7 @@ class Program:
     evaluate: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
     state: State
     batch: Batch
+    host_bytes: int = 0
 
     def merge_layers(self, layers: Any) -> list[Any]:
         """The layers' parameters, or what mirrors them, as a tree of each layer."""
@@ -97,7 +102,11 @@ def make_program(
     optimizer = make_optimizer(config)
     host = host_memory(placement.mesh.devices.flat[0])
     offload = config.offload_optimizer != "none"
-    update = streamed_update(config, plan, host) if offload else plain_update(config)
+    clip, rule = make_clip(config), make_rule(config)
+    update = plain_update(clip, rule)
+    if offload:
+        scan = architecture.scan_layers
+        update = streamed_update(clip, rule, plan, host, scan=scan)
     schedule = learning_rate_schedule(config)
     scaled = needs_loss_scale(config)
 
@@ -123,8 +132,12 @@ def make_program(
     boxed = jax.eval_shape(init_params, jax.random.key(0))
     param_shardings = placement.of_boxed(boxed)
     moment_shardings = param_shardings
+    host_bytes = 0
     if offload:
         moment_shardings = jax.tree.map(host.place, param_shardings)
+        moments = split_moments(abstract["opt_state"], abstract["params"])[0]
+        one = jax.tree.map(local_bytes, abstract["params"], param_shardings)
+        host_bytes = len(moments) * sum(jax.tree.leaves(one)) if host.is_used else 0
     shardings = {
         "params": param_shardings,
         "opt_state": like_params(
@@ -241,6 +254,7 @@ def make_program(
             name: jax.ShapeDtypeStruct(batch_shape, dtype, sharding=placement.batch)
             for name, dtype in kinds.items()
         },
+        host_bytes=host_bytes,
     )
 
 
@@ -298,6 +312,12 @@ def compile_layout_change(old: Program, new: Program) -> Callable[[State], State
         return {**state, "params": of_params(state["params"]), "opt_state": moments}
 
     return change
+
+
+def local_bytes(leaf: Any, sharding: Any) -> int:
+    """Bytes of an array on one device."""
+    shape = sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
 
 
 def uses_dropout(architecture: Any) -> bool:

@@ -24,7 +24,6 @@ from jax import lax
 from jaxckpt.layers import LayerPlan, Run
 from jaxckpt.stack import layout_keys
 from jaxckpt.training.host_memory import HostMemory
-from jaxckpt.training.optim import make_clip, make_rule
 
 Update = Callable[[Any, Any, Any, jax.Array | None], tuple[Any, Any]]
 """``(gradients, opt_state, params, finite) -> (params, opt_state)``; where ``finite``
@@ -33,9 +32,15 @@ is given and false, both stay as they were."""
 Path = tuple[str, ...]
 
 
-def plain_update(config: Any) -> Update:
-    """The update with everything on the device."""
-    clip, rule = make_clip(config), make_rule(config)
+def plain_update(
+    clip: optax.GradientTransformation, rule: optax.GradientTransformation
+) -> Update:
+    """The update with everything on the device.
+
+    Args:
+      clip: the part of the optimizer that needs all gradients at once.
+      rule: the part that acts on each parameter by itself, entry by entry.
+    """
     optimizer = optax.chain(clip, rule)
 
     def update(gradients, opt_state, params, finite):
@@ -46,15 +51,22 @@ def plain_update(config: Any) -> Update:
     return update
 
 
-def streamed_update(config: Any, plan: LayerPlan, host: HostMemory) -> Update:
+def streamed_update(
+    clip: optax.GradientTransformation,
+    rule: optax.GradientTransformation,
+    plan: LayerPlan,
+    host: HostMemory,
+    *,
+    scan: bool = True,
+) -> Update:
     """The update with the moments in host memory.
 
     Args:
-      config: the run, a `jaxckpt.training.config.TrainConfig`.
+      clip, rule: the optimizer, as `plain_update` takes it.
       plan: the layer plan, which says how the parameters of the layers are stacked.
       host: how host memory is used.
+      scan: whether they are stacked at all.
     """
-    clip, rule = make_clip(config), make_rule(config)
 
     def update(gradients, opt_state, params, finite):
         clip_state, rule_state = opt_state
@@ -69,7 +81,7 @@ def streamed_update(config: Any, plan: LayerPlan, host: HostMemory) -> Update:
             new = new_moments, optax.apply_updates(params, updates)
             return _choose(finite, new, (moments, params))
 
-        for path, lead in pieces(plan, params, scan=config.architecture.scan_layers):
+        for path, lead in pieces(plan, params, scan=scan):
             gradient = _get(clipped, path)
             held = [_get(moment, path) for moment in moments]
             piece = _get(params, path)

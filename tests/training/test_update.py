@@ -9,7 +9,7 @@ import pytest
 
 from jaxckpt.layers import layer_plan
 from jaxckpt.training.host_memory import PINNED, HostMemory, host_memory
-from jaxckpt.training.optim import make_rule
+from jaxckpt.training.optim import make_clip, make_rule
 from jaxckpt.training.snapshot import from_canonical, to_canonical
 from jaxckpt.training.update import (
     pieces,
@@ -91,12 +91,13 @@ def example(config, plan):
 
 def test_the_update_itself_is_equal_to_the_bit(make_config):
     config = make_config()
+    optimizer = make_clip(config), make_rule(config)
     plan = layer_plan("2xnone+1xfull+2x(2xfull)", 7)
     arguments = example(config, plan)
-    streamed = streamed_update(config, plan, HostMemory("none"))
+    streamed = streamed_update(*optimizer, plan, HostMemory("none"))
     for finite in None, np.bool_(False):
         with jax.disable_jit():  # compiled, XLA contracts other sums in other loops
-            want = plain_update(config)(*arguments, finite)
+            want = plain_update(*optimizer)(*arguments, finite)
             got = streamed(*arguments, finite)
         assert jax.tree.structure(got) == jax.tree.structure(want)
         jax.tree.map(np.testing.assert_array_equal, got, want)
