@@ -84,6 +84,7 @@ def _integers(rng: np.random.Generator) -> Callable[..., np.ndarray]:
 
 def _example(values: Callable[..., np.ndarray]) -> dict[str, Any]:
     """Parameters in the layout of the plan above."""
-    layers = {"run_0": {"kernel": values(3, 16, 128), "scale": values(3, 128)}}
+    layers: dict[str, Any] = {}
+    layers["run_0"] = {"kernel": values(3, 16, 128), "scale": values(3, 128)}
     layers["run_1"] = {"run_0": {"kernel": values(1, 2, 16, 128)}}
     return {"embedding": values(64, 128), "layers": layers}

@@ -105,8 +105,11 @@ def make_program(
     clip, rule = make_clip(config), make_rule(config)
     update = plain_update(clip, rule)
     if offload:
-        scan = architecture.scan_layers
-        update = streamed_update(clip, rule, plan, host, scan=scan)
+        update = streamed_update(
+            *(clip, rule, plan, host),
+            scan=architecture.scan_layers,
+            pipeline=config.pipeline,
+        )
     schedule = learning_rate_schedule(config)
     scaled = needs_loss_scale(config)
 
@@ -206,7 +209,7 @@ def make_program(
         new_state = {**state, "params": params, "opt_state": opt_state}
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
         count = state["step"]
-        if scaled:
+        if finite is not None:
             before = state["loss_scale"]
             new_state["loss_scale"] = next_loss_scale(before, finite)
             skipped = new_state["loss_scale"]["skipped_steps"]

@@ -13,6 +13,7 @@ there the update runs on the host's CPU, here on the device.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ import optax
 from jax import lax
 
 from jaxckpt.layers import LayerPlan, Run
+from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.stack import layout_keys
 from jaxckpt.training.host_memory import HostMemory
 
@@ -30,6 +32,22 @@ Update = Callable[[Any, Any, Any, jax.Array | None], tuple[Any, Any]]
 is given and false, both stay as they were."""
 
 Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Parameters that are updated together.
+
+    Attributes:
+      path: of the subtree.
+      lead: sizes of the axes over layers, one entry of which goes at a time; none for
+        what is not stacked.
+      whole: axes before those, which go whole.
+    """
+
+    path: Path
+    lead: tuple[int, ...] = ()
+    whole: int = 0
 
 
 def plain_update(
@@ -58,6 +76,7 @@ def streamed_update(
     host: HostMemory,
     *,
     scan: bool = True,
+    pipeline: PipelineSchedule | None = None,
 ) -> Update:
     """The update with the moments in host memory.
 
@@ -66,6 +85,8 @@ def streamed_update(
       plan: the layer plan, which says how the parameters of the layers are stacked.
       host: how host memory is used.
       scan: whether they are stacked at all.
+      pipeline: of a pipelined model, whose layers have axes for stages and repeats
+        before those of the plan. Stages are on devices of their own and go together.
     """
 
     def update(gradients, opt_state, params, finite):
@@ -81,12 +102,13 @@ def streamed_update(
             new = new_moments, optax.apply_updates(params, updates)
             return _choose(finite, new, (moments, params))
 
-        for path, lead in pieces(plan, params, scan=scan):
+        for piece in pieces(plan, params, scan=scan, pipeline=pipeline):
+            path = piece.path
             gradient = _get(clipped, path)
             held = [_get(moment, path) for moment in moments]
-            piece = _get(params, path)
-            new_held, new_piece = _stream(of_piece, gradient, held, piece, lead, host)
-            params = _set(params, path, new_piece)
+            old = _get(params, path)
+            new_held, new = _stream(of_piece, gradient, held, old, piece, host)
+            params = _set(params, path, new)
             moments = [
                 _set(moment, path, new)
                 for moment, new in zip(moments, new_held, strict=True)
@@ -113,7 +135,7 @@ def _stream(
     gradient: Any,
     moments: Any,
     params: Any,
-    lead: tuple[int, ...],
+    piece: Piece,
     host: HostMemory,
 ) -> tuple[Any, Any]:
     """Updates one piece, entry by entry along its leading axes, in place."""
@@ -122,21 +144,24 @@ def _stream(
         moments, params = of_piece(gradient, host.to_device(moments), params)
         return host.to_host(moments), params
 
-    if math.prod(lead) == 1:
+    whole, length = piece.whole, math.prod(piece.lead)
+    if length == 1:
         return once(gradient, moments, params)
+
+    def start(leaf, index):
+        return [0] * whole + [*index] + [0] * (leaf.ndim - whole - len(index))
 
     def take(tree, index):
         def one(leaf):
-            rest = leaf.shape[len(index) :]
-            start = (*index, *(0 for _ in rest))
-            return lax.dynamic_slice(leaf, start, (*(1 for _ in index), *rest))
+            sizes = list(leaf.shape)
+            sizes[whole : whole + len(index)] = [1] * len(index)
+            return lax.dynamic_slice(leaf, start(leaf, index), sizes)
 
         return jax.tree.map(one, tree)
 
     def put(tree, entry, index):
         def one(leaf, new):
-            start = (*index, *(0 for _ in leaf.shape[len(index) :]))
-            return lax.dynamic_update_slice(leaf, new, start)
+            return lax.dynamic_update_slice(leaf, new, start(leaf, index))
 
         return jax.tree.map(one, tree, entry)
 
@@ -144,46 +169,53 @@ def _stream(
         new = once(take(gradient, index), *take(carry, index))
         return put(carry, new, index), None
 
-    indices = np.unravel_index(np.arange(math.prod(lead), dtype=np.int32), lead)
+    indices = np.unravel_index(np.arange(length), piece.lead)
     indices = tuple(one.astype(np.int32) for one in indices)
     return lax.scan(body, (moments, params), indices)[0]
 
 
 def pieces(
-    plan: LayerPlan, params: dict[str, Any], *, scan: bool
-) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    plan: LayerPlan,
+    params: dict[str, Any],
+    *,
+    scan: bool = True,
+    pipeline: PipelineSchedule | None = None,
+) -> Iterator[Piece]:
     """The parts of a parameter tree that are updated one after the other.
 
-    Yields:
-      The path of a subtree, and the sizes of its leading axes, over layers; none for
-      what is not stacked.
+    Args:
+      plan, scan, pipeline: as `streamed_update` takes them.
+      params: the tree, of which only names are read.
 
     Example:
       >>> from jaxckpt.layers import layer_plan
       >>> params = {"embedding": ..., "layers": {"run_0": ..., "run_1": ...}}
       >>> plan = layer_plan("2x3xfull+1xnone", 7)
-      >>> list(pieces(plan, params, scan=True))
-      [(('embedding',), ()), (('layers', 'run_0', 'run_0'), (2, 3)), \
-(('layers', 'run_1'), (1,))]
+      >>> for piece in pieces(plan, params):
+      ...     print("/".join(piece.path), piece.lead)
+      embedding ()
+      layers/run_0/run_0 (2, 3)
+      layers/run_1 (1,)
     """
     for name in params:
         if name != "layers":
-            yield (name,), ()
+            yield Piece((name,))
+        elif pipeline:
+            yield from _stacks(plan.runs, Piece((name,), (pipeline.repeats,), whole=1))
         elif scan:
-            yield from _stacks(plan.runs, (name,), ())
+            yield from _stacks(plan.runs, Piece((name,)))
         else:
-            yield from (((name, key), ()) for key in layout_keys(plan, scan=False))
+            yield from (Piece((name, key)) for key in layout_keys(plan, scan=False))
 
 
-def _stacks(
-    runs: Sequence[Run], path: Path, lead: tuple[int, ...]
-) -> Iterator[tuple[Path, tuple[int, ...]]]:
+def _stacks(runs: Sequence[Run], outer: Piece) -> Iterator[Piece]:
     for index, run in enumerate(runs):
-        here, sizes = (*path, f"run_{index}"), (*lead, run.count)
+        path, lead = (*outer.path, f"run_{index}"), (*outer.lead, run.count)
+        piece = Piece(path, lead, outer.whole)
         if run.group:
-            yield from _stacks(run.group, here, sizes)
+            yield from _stacks(run.group, piece)
         else:
-            yield here, sizes
+            yield piece
 
 
 class _Rebuild:

@@ -69,6 +69,22 @@ def test_five_steps_are_those_of_the_plain_run(
     assert kinds == {jax.devices()[0].default_memory().kind}
 
 
+@pytest.mark.slow
+def test_a_pipeline_streams_all_stages_at_once(make_config, programs, make_batch):
+    mesh = "pipe:2,fsdp:2"
+    config = make_config(
+        "1xnone+1xfull",
+        mesh=mesh,
+        pipeline_microbatches=2,
+        pipeline_schedule="circular",
+        architecture=(("num_layers", 8),),
+    )
+    _, want = advance(programs(config, mesh), make_batch, 3)
+    moved = programs(dataclasses.replace(config, offload_optimizer="state"), mesh)
+    _, got = advance(moved, make_batch, 3)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 def example(config, plan):
     """Parameters, gradients and moments that differ in every entry."""
     rng = np.random.default_rng(0)
@@ -111,12 +127,12 @@ def test_every_parameter_is_in_one_piece(make_config, programs):
         program = programs(make_config(policy, architecture=architecture))
         params = program.state["params"]
         found = []
-        for path, lead in pieces(program.plan, params, scan=scan):
-            piece = params
-            for key in path:
-                piece = piece[key]
-            for leaf in jax.tree.leaves(piece):
-                assert leaf.shape[: len(lead)] == lead
+        for piece in pieces(program.plan, params, scan=scan):
+            subtree = params
+            for key in piece.path:
+                subtree = subtree[key]
+            for leaf in jax.tree.leaves(subtree):
+                assert leaf.shape[: len(piece.lead)] == piece.lead
                 found.append(id(leaf))
         assert sorted(found) == sorted(map(id, jax.tree.leaves(params)))
 
