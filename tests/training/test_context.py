@@ -61,7 +61,7 @@ def test_logits_come_in_the_order_of_the_sequence(make_config, place, assert_sam
 
 def test_tokens_and_weights_are_cut_over_context(place):
     placement = place("fsdp:2,context:2,tensor:2", sequence_parallel=True)
-    assert placement.batch.spec == P(None, ("data", "fsdp"), "context")
+    assert placement.batch.spec == P(None, ("pipe", "data", "fsdp"), "context")
     stream = placement.sharding(("batch", "residual_time", "residual"))
     assert stream.spec == P(("data", "fsdp"), ("context", "tensor"), None)
     kernel = placement.sharding(("embed", "heads", "head_dim"))
