@@ -83,7 +83,7 @@ class Mix:
     Attributes:
       first, last: what a layer keeps.
       counts: how many layers of each; the sum is the depth.
-      cost: seconds of all layers.
+      cost: seconds of all layers, in all iterations.
       memory: predicted device bytes of all layers, see `stack_memory`.
     """
 
@@ -121,6 +121,7 @@ def mix(
     budget: float,
     *,
     host_budget: float = math.inf,
+    iterations: int = 1,
 ) -> Mix:
     """The cheapest two-choice stack within a budget; tries every pair and count.
 
@@ -129,6 +130,8 @@ def mix(
       num_layers: depth of the stack.
       budget: device bytes for what `stack_memory` counts.
       host_budget: host bytes of all layers.
+      iterations: how often the stack runs forward, as in a pipeline, before it first
+        runs backward; all keep what they save.
 
     Raises:
       Infeasible: nothing fits.
@@ -142,8 +145,10 @@ def mix(
     first = (saved[:, None, None], working[:, None, None])
     last = (saved[None, :, None], working[None, :, None])
     memory = stack_memory(first, last, n_first, n_last)
+    memory += (iterations - 1) * (n_first * first[0] + n_last * last[0])
     total = cost[:, None, None] * n_first + cost[None, :, None] * n_last
     on_host = hosted[:, None, None] * n_first + hosted[None, :, None] * n_last
+    total, on_host = iterations * total, iterations * on_host
     one_run = np.isin(n_last, (0, num_layers))
     as_two = ~np.eye(len(choices), dtype=bool)[..., None]  # equal choices are one run
     possible = (one_run | as_two) & (on_host <= host_budget)

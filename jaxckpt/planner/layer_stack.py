@@ -58,6 +58,9 @@ class LayerStack:
       forward_seconds, forward_flops: of one layer's forward pass; estimated, counted.
       link: the way to host memory; None forbids offloading.
       host_budget: bytes of host memory.
+      iterations: how often a device runs these layers in a step, keeping what they
+        save of all runs: in a pipeline, where they are the layers of one chunk.
+      stages: devices that do so at once, each with layers of its own.
     """
 
     operations: Sequence[Operation]
@@ -70,6 +73,8 @@ class LayerStack:
     input_name: str = ""
     link: Link | None = None
     host_budget: float = math.inf
+    iterations: int = 1
+    stages: int = 1
 
     @property
     def fixed_bytes(self) -> int:
@@ -80,7 +85,7 @@ class LayerStack:
         """The frontier of one layer."""
         found = frontier(
             self._operations,
-            copies=self.num_layers,
+            copies=self.num_layers * self.iterations,
             link=self.link,
             host_budget=self.host_budget,
         )
@@ -103,7 +108,8 @@ class LayerStack:
 
     @property
     def cheapest(self) -> float:
-        return self.num_layers * min(choice.cost for choice in self.choices)
+        runs = self.num_layers * self.iterations
+        return runs * min(choice.cost for choice in self.choices)
 
     @property
     def gap(self) -> float:
@@ -116,6 +122,7 @@ class LayerStack:
                 self.num_layers,
                 allowance - self._inputs,
                 host_budget=self.host_budget,
+                iterations=self.iterations,
             )
         except Infeasible:
             return self._grouped(allowance)
@@ -142,7 +149,7 @@ class LayerStack:
         try:
             return stack_bound(
                 self._operations,
-                self.num_layers,
+                self.num_layers * self.iterations,
                 room,
                 link=self.link,
                 host_budget=self.host_budget,
@@ -153,7 +160,8 @@ class LayerStack:
     @property
     def _inputs(self) -> int:
         """Bytes of inputs that are not among what the choices keep."""
-        return 0 if self.input_name else self.num_layers * self.input_bytes
+        runs = self.num_layers * self.iterations
+        return 0 if self.input_name else runs * self.input_bytes
 
     def _beside(self, choice: Choice) -> int:
         """Bytes of the input, where it is not among what a choice saves."""
@@ -161,9 +169,9 @@ class LayerStack:
 
     def uniform(self, choice: Choice) -> Proposal:
         """Every layer under one choice."""
-        layers = self.num_layers
-        cost, memory = layers * choice.cost, float(choice.memory(layers))
-        return self._mixed(Mix(choice, choice, (layers, 0), cost, memory))
+        runs = self.num_layers * self.iterations
+        cost, memory = runs * choice.cost, float(choice.memory(runs))
+        return self._mixed(Mix(choice, choice, (self.num_layers, 0), cost, memory))
 
     def _mixed(self, mixed: Mix) -> Proposal:
         runs = [
@@ -174,13 +182,11 @@ class LayerStack:
             layer_plan=str(LayerPlan(tuple(runs))),
             memory=self._inputs + mixed.memory,
             cost=mixed.cost,
-            flops=mixed.flops,
-            exposed_seconds=sum(
-                count * choice.exposed_seconds for choice, count in mixed.parts
-            ),
-            offloaded_bytes=sum(
-                count * choice.offloaded_bytes for choice, count in mixed.parts
-            ),
+            flops=mixed.flops * self.iterations * self.stages,
+            exposed_seconds=self.iterations
+            * sum(count * choice.exposed_seconds for choice, count in mixed.parts),
+            offloaded_bytes=self.iterations
+            * sum(count * choice.offloaded_bytes for choice, count in mixed.parts),
         )
 
     def _grouped(self, allowance: float) -> Proposal:
@@ -201,7 +207,7 @@ class LayerStack:
         found = []
         for k in (*range(min(3, len(self._usable))), len(self._usable)):
             flat = [Stage(index, k) for index in range(layers)]
-            for size in range(2, layers // 2 + 1):
+            for size in self._group_sizes:
                 for end in range(layers - layers % size, size, -size):
                     items = (*grouped(flat[:end], size).items, *flat[end:])
                     found.append(self._proposal(Schedule(items)))
@@ -212,6 +218,12 @@ class LayerStack:
                         if size % inner == 0
                     ]
         return found
+
+    @property
+    def _group_sizes(self) -> list[int]:
+        """One group of all layers gains something only beside other iterations."""
+        sizes = [*range(2, self.num_layers // 2 + 1)]
+        return [*sizes, self.num_layers] if self.iterations > 1 else sizes
 
     @functools.cached_property
     def _usable(self) -> list[Choice]:
@@ -250,11 +262,17 @@ class LayerStack:
         again = sum(
             flops[stage.option] for stage in schedule.stages()
         ) + self.forward_flops * (sum(simulated.forward_runs) - self.num_layers)
+        held = sum(
+            self.input_bytes
+            if isinstance(item, Checkpointed)
+            else self._chain.stages[item.index].options[item.option].kept
+            for item in schedule.items
+        )
         return Proposal(
             layer_plan=str(LayerPlan(runs_of(schedule.items, policies))),
-            memory=float(simulated.peak),
-            cost=simulated.time - plain,
-            flops=again,
+            memory=float(simulated.peak + (self.iterations - 1) * held),
+            cost=(simulated.time - plain) * self.iterations,
+            flops=again * self.iterations * self.stages,
         )
 
 
