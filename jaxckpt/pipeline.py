@@ -124,6 +124,8 @@ class _Loop:
         self.schedule = schedule
         self.rows = schedule.stages
         self.columns = schedule.microbatches // schedule.stages
+        self.behind = schedule.stages - 1  # iterations, of what leaves the last stage
+        self.moved = self.behind // self.columns  # rows, that its hole has moved up
         self.merge = merge
         self.cast = cast
         self.constrain_state = constrain_state
@@ -182,50 +184,75 @@ class _Loop:
         return jax.tree.map(lambda leaf: jax.vmap(pick)(leaf, repeats), values)
 
     def _take(self, streams, state, t):
-        """What the stages read in iteration ``t``; linear in streams and state."""
+        """What the stages read in iteration ``t``."""
         column = t % self.columns
 
         def take(stream, state):
-            waiting = lax.dynamic_index_in_dim(stream, column, 1, keepdims=False)
-            return jnp.where(_rows(state) == 0, waiting, state)
+            return jnp.where(_rows(state) == 0, _get(stream, column), state)
 
         return jax.tree.map(take, streams, state)
 
     def _put(self, streams, y, t):
-        """Streams and state after iteration ``t``; linear in streams and ``y``."""
-        behind = self.rows - 1
-        moved = behind // self.columns
+        """Streams and state after iteration ``t``."""
 
         def put(stream, y):
             column = t % self.columns
-            taken = lax.dynamic_index_in_dim(stream, column, 1, keepdims=False)
-            stream = lax.dynamic_update_index_in_dim(
-                stream, jnp.roll(taken, -1, axis=0), column, 1
-            )
-            column = (t - behind) % self.columns
-            there = lax.dynamic_index_in_dim(stream, column, 1, keepdims=False)
-            hole = (_rows(y) == behind - moved) & (t >= behind)
-            filled = jnp.where(hole, jnp.roll(y, -moved, axis=0), there)
-            return lax.dynamic_update_index_in_dim(stream, filled, column, 1)
+            stream = _set(stream, jnp.roll(_get(stream, column), -1, axis=0), column)
+            column = (t - self.behind) % self.columns
+            arrived = jnp.roll(y, -self.moved, axis=0)
+            filled = jnp.where(self._hole(y, t), arrived, _get(stream, column))
+            return _set(stream, filled, column)
 
         streams = jax.tree.map(put, streams, y)
         return streams, jax.tree.map(lambda y: jnp.roll(y, 1, axis=0), y)
 
-    def _turn_back(self, streams):
+    def _hole(self, y, t):
+        """Where the result that is finished in iteration ``t`` goes."""
+        return (_rows(y) == self.behind - self.moved) & (t >= self.behind)
+
+    def _turn_back(self, streams, sign=1):
         """Undoes how far the last P - 1 iterations turned each column."""
-        turns, more = divmod(self.rows - 1, self.columns)
+        turns, more = divmod(self.behind, self.columns)
 
         def turn(stream):
             parts = stream[:, :more], stream[:, more:]
             turned = [
-                jnp.roll(part, turns + extra, axis=0)
+                jnp.roll(part, sign * (turns + extra), axis=0)
                 for part, extra in zip(parts, (1, 0), strict=True)
             ]
             return jnp.concatenate(turned, axis=1)
 
         return self.constrain_streams(jax.tree.map(turn, streams))
 
-    # Its derivative
+    # Its derivative. Left to JAX, a roll would be sent in two parts on the way back.
+
+    def _take_back(self, streams, x, t):
+        """Of `_take`: cotangents of streams, of what was read, to streams and state."""
+
+        def back(stream, x):
+            column, first = t % self.columns, _rows(x) == 0
+            waiting = _get(stream, column) + jnp.where(first, x, 0)
+            return _set(stream, waiting, column)
+
+        streams = jax.tree.map(back, streams, x)
+        return streams, jax.tree.map(lambda x: jnp.where(_rows(x) == 0, 0, x), x)
+
+    def _put_back(self, streams, state, t):
+        """Of `_put`: cotangents of streams and state, to streams and the result."""
+        column = (t - self.behind) % self.columns
+
+        def of_result(stream, state):
+            filled = jnp.where(self._hole(state, t), _get(stream, column), 0)
+            moved = jnp.roll(filled, self.moved, axis=0)
+            return moved + jnp.roll(state, -1, axis=0)
+
+        def of_stream(stream, state):
+            there = jnp.where(self._hole(state, t), 0, _get(stream, column))
+            stream, taken = _set(stream, there, column), t % self.columns
+            return _set(stream, jnp.roll(_get(stream, taken), 1, axis=0), taken)
+
+        y = jax.tree.map(of_result, streams, state)
+        return jax.tree.map(of_stream, streams, state), y
 
     def _forward(self, weights, constants, streams):
         split = self._split(weights, constants, streams)
@@ -239,24 +266,21 @@ class _Loop:
         def body(carry, inputs):
             (streams, state), gradients = carry
             t, kept = inputs
-            put = functools.partial(self._put, t=t)
-            streams, y = jax.linear_transpose(put, streams, state)((streams, state))
+            streams, y = self._put_back(streams, state, t)
             picked = self._pick(values, t)
             of_weights, x = split.backward(
                 *picked, self._places(t)[1], kept, self.constrain_state(y)
             )
             gradients = self._add(gradients, of_weights, t)
-            take = functools.partial(self._take, t=t)
-            moved, state = jax.linear_transpose(take, streams, state)(x)
-            streams = jax.tree.map(jnp.add, streams, moved)
+            streams, state = self._take_back(streams, x, t)
             carry = self.constrain_streams(streams), self.constrain_state(state)
             return (carry, gradients), None
 
-        (streams,) = jax.linear_transpose(self._turn_back, cotangents)(cotangents)
+        streams = self._turn_back(cotangents, sign=-1)
         state = jax.tree.map(lambda stream: jnp.zeros_like(stream[:, 0]), streams)
         gradients = [jnp.zeros_like(leaf) for leaf in weights]
         steps = jnp.arange(self.schedule.iterations, dtype=jnp.int32)
-        carry = (self.constrain_streams(streams), state), gradients
+        carry = (streams, state), gradients
         ((streams, state), gradients), _ = lax.scan(
             body, carry, (steps, kept), reverse=True
         )
@@ -363,6 +387,15 @@ def _needed(equations, results):
 def _rows(array):
     """The stage of every row of an array (P, ...), to broadcast against it."""
     return lax.broadcasted_iota(jnp.int32, (len(array), *(1,) * (array.ndim - 1)), 0)
+
+
+def _get(stream, column):
+    """One column of a stream, over all stages: (P, b, ...)."""
+    return lax.dynamic_index_in_dim(stream, column, 1, keepdims=False)
+
+
+def _set(stream, rows, column):
+    return lax.dynamic_update_index_in_dim(stream, rows, column, 1)
 
 
 def _to_streams(schedule, leaf):

@@ -47,6 +47,8 @@ class Plan:
       starts: of a function that was cut into stages: the first equation of each.
       fingerprint: of that function's program; another one is refused.
       version: of this format.
+      microbatches, repeats: of a pipeline, where ``num_layers`` are those of a chunk of
+        it; None without one.
 
     Use it wherever a policy is taken: ``remat(fn, plan)``, ``stack(block, plan, 32)``,
     ``train --plan=plan.json``, ``report --policies plan.json``.
@@ -70,6 +72,8 @@ class Plan:
     starts: tuple[int, ...] = ()
     fingerprint: str = ""
     version: int = VERSION
+    microbatches: int | None = None
+    repeats: int | None = None
 
     @property
     def layers(self) -> LayerPlan:

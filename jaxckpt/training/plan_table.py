@@ -32,6 +32,8 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     head = f"\n{plan.model} on {plan.target}, mesh {plan.mesh}, batch {plan.batch_size}"
     console.print(f"{head}, sequence {plan.sequence_length}", style="bold")
     console.print(f"plan  {plan.layer_plan}", style="bold green", soft_wrap=True)
+    if planned.microbatches:
+        console.print(_microbatches(planned))
     console.print(_numbers(planned))
     console.print(_values(planned))
     console.print(_comparison(planned))
@@ -82,6 +84,36 @@ def print_meshes(meshes: Sequence[MeshEstimate], console: Console) -> None:
             *map(format_milliseconds, (*parts, one.exposed_seconds, one.seconds)),
         )
     console.print(table)
+
+
+def _microbatches(planned: PlannedRun) -> Table:
+    """What other numbers of micro-batches would cost, by the model."""
+    table = Table(
+        title="micro-batches, each with the best plan that fits: estimated, of the "
+        "layers",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        **_TIGHT,
+    )
+    columns = ["", "idle", "activations", "compute", "recompute", "sends", "time"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("plan of a stage", overflow="fold")
+    for one in planned.microbatches:
+        schedule = one.schedule
+        chosen = schedule.microbatches == planned.plan.microbatches
+        table.add_row(
+            str(schedule.microbatches),
+            f"{schedule.bubble:.1%}",
+            format_bytes(one.activation_bytes),
+            format_milliseconds(one.compute_seconds),
+            format_milliseconds(one.recompute_seconds),
+            format_milliseconds(one.send_seconds),
+            format_milliseconds(one.seconds),
+            shorten(one.layer_plan, 60) or "nothing fits",
+            style="bold" if chosen else None,
+        )
+    return table
 
 
 def _numbers(planned: PlannedRun) -> Table:

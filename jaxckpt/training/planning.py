@@ -5,14 +5,17 @@ Tracing a step for absent GPUs needs JAX on the CPU, as compiling does (see
 """
 
 import dataclasses
+import functools
 import json
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxckpt.compiler.targets import KINDS, parse_target
+from jaxckpt.compiler.targets import KINDS, Target, parse_target
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.planner.layer_stack import LayerStack
 from jaxckpt.planner.plan import Plan
@@ -23,10 +26,17 @@ from jaxckpt.planner.search import (
     check_static,
     search,
 )
-from jaxckpt.planner.solve import Link, Operation, evaluate
+from jaxckpt.planner.solve import Infeasible, Link, Operation, evaluate
 from jaxckpt.policies import parse_policy
+from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.config import AUTO, SELECTIVE, TrainConfig, resolve_mesh
 from jaxckpt.training.job import Job, ask, run_job
+from jaxckpt.training.pipeline_planning import (
+    Microbatches,
+    candidates,
+    in_order,
+    weigh,
+)
 from jaxckpt.training.policy_schedule import is_plan_file, split_entry
 from jaxckpt.training.reporting import default_policies, safe_share
 from jaxckpt.units import parse_bytes
@@ -70,12 +80,15 @@ class PlannedRun:
       problem: what was planned.
       rows: compiled rows of ``none``, full remat and the best named policy that fits,
         where they compile.
+      microbatches: of a pipeline: what each number of micro-batches would cost, by the
+        model, ascending.
     """
 
     plan: Plan
     found: Found
     problem: Problem
     rows: list[dict[str, Any]]
+    microbatches: Sequence[Microbatches] = ()
 
 
 def plan_run(
@@ -109,7 +122,10 @@ def plan_run(
       PlanError: the step does not compile.
     """
     progress("tracing the step")
-    problem = find_problem(Job(config, target))
+    runs = candidates(config)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        problems = list(pool.map(lambda run: find_problem(Job(run, target)), runs))
+    problem = problems[0]
     limit = problem.memory_limit
     if not limit and (not budget or budget.strip().endswith("%")):
         raise BudgetError(
@@ -119,6 +135,58 @@ def plan_run(
     budget = budget or f"{100 * safe_share(config):.0f}%"
     bytes_allowed = parse_bytes(budget, whole=limit)
     check_static(problem.stack.static, bytes_allowed)
+    plan_one = functools.partial(
+        _plan_one,
+        target=target,
+        budget=bytes_allowed,
+        offload=offload,
+        host_budget=host_budget,
+        cache=cache,
+        compare=compare,
+        progress=progress,
+    )
+    if config.pipeline is None:
+        return plan_one(config, problem)
+    return _plan_pipeline(runs, problems, parse_target(target), bytes_allowed, plan_one)
+
+
+def _plan_pipeline(
+    runs: Sequence[TrainConfig],
+    problems: Sequence[Problem],
+    target: Target,
+    budget: int,
+    plan_one: Callable[[TrainConfig, Problem], PlannedRun],
+) -> PlannedRun:
+    """The plan of the fastest number of micro-batches, by the model, that has one."""
+    weighed = [
+        weigh(run, problem.stack, target, budget)
+        for run, problem in zip(runs, problems, strict=True)
+    ]
+    order = in_order(weighed)
+    for index in order:
+        try:
+            planned = plan_one(runs[index], problems[index])
+        except Infeasible:
+            if index == order[-1]:
+                raise
+        else:
+            return dataclasses.replace(planned, microbatches=weighed)
+    raise AssertionError("a run has at least one number of micro-batches")
+
+
+def _plan_one(
+    config: TrainConfig,
+    problem: Problem,
+    *,
+    target: str,
+    budget: int,
+    offload: Offload,
+    host_budget: str,
+    cache: Path,
+    compare: bool,
+    progress: Callable[[str], None],
+) -> PlannedRun:
+    """Finds the plan of a run whose sizes are all settled."""
 
     def compile(text: str) -> dict[str, Any]:
         return run_job(Job(dataclasses.replace(config, policy=text), target), cache)
@@ -136,7 +204,7 @@ def plan_run(
             host_budget=_host_allowance(host_budget, problem.host_bytes),
         )
         problem = dataclasses.replace(problem, stack=stack)
-    found = search(problem.stack, bytes_allowed, compile, progress=progress)
+    found = search(problem.stack, budget, compile, progress=progress)
     rows = []
     if compare:
         policies = ["none", "nothing_saveable", *best_named(problem, config, found)]
@@ -144,8 +212,8 @@ def plan_run(
             progress(f"compiling {policy}, to compare with")
             rows.append(compile(policy))
         rows = [row for row in rows if "error" not in row]
-        found = _adopt(found, rows, bytes_allowed, problem)
-    plan = _plan(config, target, problem, bytes_allowed, found)
+        found = _adopt(found, rows, budget, problem)
+    plan = _plan(config, target, problem, budget, found)
     return PlannedRun(plan, found, problem, rows)
 
 
@@ -189,7 +257,7 @@ def resolve_policy(
       Infeasible: nothing fits.
     """
     if config.plan:
-        return dataclasses.replace(config, plan="", policy=read_plan(config))
+        return read_plan(config)
     if config.policy_schedule:
         return dataclasses.replace(config, policy_schedule=_read_plans(config))
     if config.policy.startswith(SELECTIVE):
@@ -217,17 +285,24 @@ def resolve_policy(
     return dataclasses.replace(bare, policy=planned.plan.layer_plan)
 
 
-def read_plan(config: TrainConfig) -> str:
-    """The layer plan in the file ``config.plan``, which must be of the same model."""
+def read_plan(config: TrainConfig) -> TrainConfig:
+    """The run under the plan in the file ``config.plan``, which must be of its model.
+
+    In a pipeline with as many micro-batches as the plan has.
+    """
     plan = Plan.load(config.plan)
-    if (plan.model, plan.num_layers) != (config.model, config.architecture.num_layers):
+    if (plan.model, plan.num_layers) != (config.model, config.planned_layers):
+        of_stage = " in a stage" if config.pipeline else ""
         raise ConfigError(
             f"--plan={config.plan} is for {plan.num_layers} layers of {plan.model}, "
-            f"and this is {config.model} with {config.architecture.num_layers}"
+            f"and this is {config.model} with {config.planned_layers}{of_stage}"
         )
+    if config.pipeline and plan.microbatches and not config.pipeline_microbatches:
+        config = dataclasses.replace(config, pipeline_microbatches=plan.microbatches)
     sizes = {
         "--batch-size": (plan.batch_size, config.batch_size),
         "--seq-len": (plan.sequence_length, config.sequence_length),
+        **_pipeline_sizes(plan, config.pipeline),
     }
     for flag, (planned, here) in sizes.items():
         if planned is not None and planned != here:
@@ -235,7 +310,16 @@ def read_plan(config: TrainConfig) -> str:
                 f"--plan={config.plan} is for {flag}={planned}, and this is {here}: "
                 "its budget would not hold; plan again"
             )
-    return plan.layer_plan
+    return dataclasses.replace(config, plan="", policy=plan.layer_plan)
+
+
+def _pipeline_sizes(plan: Plan, here: PipelineSchedule | None) -> dict[str, Any]:
+    if here is None:
+        return {}
+    return {
+        "--pipeline-microbatches": (plan.microbatches, here.microbatches),
+        "--pipeline-repeats": (plan.repeats, here.repeats),
+    }
 
 
 def _read_plans(config: TrainConfig) -> str:
@@ -250,7 +334,7 @@ def _read_plans(config: TrainConfig) -> str:
             config, plan=path, policy_schedule="", seq_len=seq_len
         )
         try:
-            layers = read_plan(run)
+            layers = read_plan(run).policy
         except ConfigError as error:
             told = str(error).removeprefix("--plan=")
             raise ConfigError(f"--policy-schedule: {told}") from error
@@ -266,7 +350,7 @@ def _forward_seconds(row: dict[str, Any], problem: Problem) -> float:
     phases = row.get("estimated_phase_seconds")
     if not phases:
         return problem.stack.forward_seconds
-    return phases["forward"] / problem.stack.num_layers
+    return phases["forward"] / (problem.stack.num_layers * problem.stack.iterations)
 
 
 def best_named(problem: Problem, config: TrainConfig, found: Found) -> list[str]:
@@ -290,7 +374,8 @@ def best_named(problem: Problem, config: TrainConfig, found: Found) -> list[str]
             continue
         names = matmuls if keeps_matmuls else policy.save
         choice = evaluate(stack.operations, names)
-        memory = stack.num_layers * stack.input_bytes + choice.memory(stack.num_layers)
+        runs = stack.num_layers * stack.iterations
+        memory = runs * stack.input_bytes + choice.memory(runs)
         if memory <= allowed:
             promising.append((choice.cost, text))
     return [min(promising)[1]] if promising else []
@@ -309,7 +394,7 @@ def make_problem(job: Job) -> dict[str, Any]:
     target = parse_target(job.target)
     prepared = prepare(job.config, target)
     config, placement = prepared.config, prepared.placement
-    num_layers = config.architecture.num_layers
+    num_layers = config.planned_layers
     program = make_program(config, placement, layer_plan("none", num_layers))
     state = {name: _local_bytes(part) for name, part in program.state.items()}
     layer = one_layer(config, placement)
@@ -332,7 +417,9 @@ def make_problem(job: Job) -> dict[str, Any]:
             "optimizer state": state["opt_state"] - program.host_bytes,
             "batch": sum(map(_local_bytes, jax.tree.leaves(program.batch))),
         },
-        "gradient_bytes": state["params"],
+        "gradient_bytes": state["params"] + _beside_gradients(config, program),
+        "iterations": config.pipeline.iterations if config.pipeline else 1,
+        "stages": config.pipeline.stages if config.pipeline else 1,
         "input_bytes": math.prod(shape) * x.dtype.itemsize,
         "input_name": config.architecture.value_names[0],
         "forward_seconds": graph.forward_seconds,
@@ -345,6 +432,19 @@ def make_problem(job: Job) -> dict[str, Any]:
         "num_devices": devices.size,
         "memory_limit": target.memory_limit or memory.get("bytes_limit"),
     }
+
+
+def _beside_gradients(config: TrainConfig, program: Any) -> int:
+    """Of a pipeline: the layers' weights in the compute dtype, kept for the loop, and
+    the gradients of one iteration before they are added."""
+    if config.pipeline is None:
+        return 0
+    import jax.numpy as jnp
+
+    schedule, layers = config.pipeline, _local_bytes(program.state["params"]["layers"])
+    itemsize = jnp.dtype(config.architecture.compute_dtype).itemsize
+    cast = layers * itemsize // 4 if itemsize < 4 else 0
+    return cast + layers * itemsize // 4 // schedule.repeats
 
 
 def find_problem(job: Job) -> Problem:
@@ -381,6 +481,8 @@ def _plan(
         model=config.model,
         batch_size=config.batch_size,
         sequence_length=config.sequence_length,
+        microbatches=config.pipeline.microbatches if config.pipeline else None,
+        repeats=config.pipeline.repeats if config.pipeline else None,
         predicted={
             "device_total_bytes": best.predicted_bytes,
             "recompute_flops": best.proposal.flops,
