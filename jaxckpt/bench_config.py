@@ -28,6 +28,8 @@ class BenchConfig:
     """Devices per axis, such as fsdp:8. Default: all on fsdp."""
     sequence_parallel: bool = False
     """Shard activations over the sequence between tensor-parallel regions."""
+    partition_activations: bool = False
+    """Shard layer inputs over the tensor axis, as deepspeed:partition does."""
     virtual_devices: int = 0
     """Pretend the CPU is this many devices, to try a mesh. 0: what is there."""
     batch_size: int = 16

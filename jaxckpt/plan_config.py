@@ -36,6 +36,8 @@ class PlanConfig:
     """Micro-batches in the pipeline. Default: 4 per stage, where there are as many."""
     pipeline_repeats: int = 0
     """Turns of a circular schedule. Default: 2 or the next number that divides."""
+    partition_activations: bool = False
+    """Shard layer inputs over the tensor axis, as deepspeed:partition does."""
     batch_size: int = 16
     """Sequences per optimizer step, over all devices."""
     seq_len: int = 0

@@ -71,7 +71,8 @@ def _train(config: TrainConfig) -> None:
         f"{config.model}: {config.architecture.num_params / 1e6:,.2f} M parameters on "
         f"{where}, policy {policy}, in {config.workdir}"
     )
-    result = train(config, prepared.placement, [prepared.attention], console)
+    notes = [prepared.attention, *prepared.notes]
+    result = train(config, prepared.placement, notes, console)
     parts = []
     if result.first_loss is None:
         parts.append("nothing was left to do; a larger --steps goes on")

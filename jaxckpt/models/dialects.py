@@ -4,8 +4,12 @@
 to text that `jaxckpt.parse_layers` reads; anything else comes back unchanged. The
 receipt shows what was asked and what it became.
 
-Sources: MaxText's ``remat_policy`` setting, Megatron-LM's ``--recompute-granularity``
-and ``--recompute-method``, DeepSpeed's ``cpu_checkpointing``.
+Sources: MaxText's ``remat_policy`` setting, Megatron-LM's ``--recompute-granularity``,
+``--recompute-method`` and ``--distribute-saved-activations``, DeepSpeed's
+``partition_activations`` and ``cpu_checkpointing``. The last word of
+``megatron:full:uniform:4:distribute`` and ``deepspeed:partition``, alone or with
+``:cpu``, is no policy of a layer: layer inputs are kept cut over the tensor axis
+(`partitions`), which the training step does by their sharding.
 """
 
 from collections.abc import Sequence
@@ -31,12 +35,23 @@ _MAXTEXT = {
     "full": None,
 }
 
+_DEEPSPEED = {
+    "cpu": "offload:decoder_layer_input",
+    "partition": "nothing_saveable",
+    "partition:cpu": "offload:decoder_layer_input",
+}
+_DISTRIBUTE = "distribute"
+
 FORMS = (
     *(f"maxtext:{name}" for name in _MAXTEXT),
     "megatron:selective",
     "megatron:full:uniform:K",
     "megatron:full:block:K",
+    "megatron:full:uniform:K:distribute",
+    "megatron:full:block:K:distribute",
     "deepspeed:cpu",
+    "deepspeed:partition",
+    "deepspeed:partition:cpu",
 )
 
 
@@ -65,13 +80,27 @@ def translate(text: str, names: Sequence[str], num_layers: int) -> str:
         return f"save:{','.join(name for name in names if name != 'mlpwo')}"
     if system == "megatron" and policy.startswith("full:"):
         return _megatron_full(text, policy, num_layers)
-    if system == "deepspeed" and policy == "cpu":
-        return "offload:decoder_layer_input"
+    if system == "deepspeed" and policy in _DEEPSPEED:
+        return _DEEPSPEED[policy]
     if system in ("maxtext", "megatron", "deepspeed"):
         raise PolicyError(
             f"unknown policy {text!r}.{nearest(text, FORMS)} Known: {', '.join(FORMS)}"
         )
     return text
+
+
+def partitions(text: str) -> bool:
+    """Whether a policy keeps layer inputs cut over the tensor axis.
+
+    Example:
+      >>> partitions("megatron:full:uniform:1:distribute"), partitions("deepspeed:cpu")
+      (True, False)
+    """
+    system, _, policy = text.strip().partition(":")
+    words = policy.split(":")
+    if system == "deepspeed":
+        return words[0] == "partition"
+    return system == "megatron" and words[-1] == _DISTRIBUTE
 
 
 def _maxtext(policy: str, names: Sequence[str]) -> str:
@@ -83,11 +112,12 @@ def _maxtext(policy: str, names: Sequence[str]) -> str:
 
 
 def _megatron_full(text: str, policy: str, num_layers: int) -> str:
-    _, method, count = (*policy.split(":"), "", "")[:3]
+    words = policy.removesuffix(f":{_DISTRIBUTE}").split(":")
+    method, count = words[1:] if len(words) == 3 else ("", "")
     if method not in ("uniform", "block") or not count.isdecimal() or int(count) < 1:
         raise PolicyError(
             f"unknown policy {text!r}; as in megatron:full:uniform:4 (groups of 4) or "
-            "megatron:full:block:4 (the first 4 layers)"
+            "megatron:full:block:4 (the first 4 layers), each also with :distribute"
         )
     layers = int(count)
     if layers > num_layers:

@@ -11,6 +11,10 @@ from typing import Literal
 
 from jaxckpt.policies import nearest
 
+GATHERED = "gathered_weights"
+"""Name of a layer's kernels in the compute dtype, gathered over the ``fsdp`` axis: what
+a policy may keep besides a model's `ModelConfig.value_names`, on a mesh that has it."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot work, said in one line with what would."""
@@ -108,7 +112,7 @@ class ModelConfig:
 
     @property
     def value_names(self) -> tuple[str, ...]:
-        """Names that a policy can speak of, in the order of computation."""
+        """Names of activations that a policy can speak of, in order of computation."""
         projections = ("query_proj", "key_proj", "value_proj", "context", "out_proj")
         mlp = ("mlpwi_0", "mlpwi_1") if self.activation == "swiglu" else ("mlpwi",)
         return ("decoder_layer_input", *projections, *mlp, "mlpwo")

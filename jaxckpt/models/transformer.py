@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxckpt.layers import Layers
+from jaxckpt.layers import Layers, layer_plan
 from jaxckpt.linen import Stack
-from jaxckpt.linen_pipeline import PipelinedStack
+from jaxckpt.linen_pipeline import PipelinedStack, chunk_size
 from jaxckpt.models.attention import attention
+from jaxckpt.models.gathered import Gather, gathered_dot_general
 from jaxckpt.models.loss import chunked_cross_entropy
-from jaxckpt.models.presets import ModelConfig
+from jaxckpt.models.presets import GATHERED, ModelConfig
 from jaxckpt.models.ring_attention import Ring
 from jaxckpt.schedules.pipeline import PipelineSchedule
 
@@ -45,6 +46,8 @@ class Transformer(nn.Module):
       ring: the devices that time is cut over, if it is. Inside, tokens are then in
         its zigzag order; what comes in and goes out is in the sequence's.
       pipeline: runs the blocks in the stages of a pipeline, along the mesh axis pipe.
+      gather_outputs: gather the kernels of output projections by hand; see
+        `jaxckpt.models.gathered`. All are where the plan names gathered weights.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -62,6 +65,7 @@ class Transformer(nn.Module):
     constrain: Constrain = unconstrained
     ring: Ring | None = None
     pipeline: PipelineSchedule | None = None
+    gather_outputs: bool = False
 
     def setup(self):
         config = self.config
@@ -90,13 +94,19 @@ class Transformer(nn.Module):
 
     def _make_layers(self) -> nn.Module:
         config = self.config
-        block = functools.partial(Block, config, self.constrain, self.ring)
+        depth = config.num_layers
+        if self.pipeline:
+            depth = chunk_size(depth, self.pipeline)
+        policies = layer_plan(self.plan, depth).policies()
+        gather: Gather = "outputs" if self.gather_outputs else "compiler"
+        if any(GATHERED in policy.names for policy in policies):
+            gather = "kept"
+        block = functools.partial(Block, config, self.constrain, self.ring, gather)
         if self.pipeline is None:
-            return Stack(block, config.num_layers, self.plan, config.scan_layers)
+            return Stack(block, depth, self.plan, config.scan_layers)
 
         def placed(*lead):
-            axes = (*lead, "batch", "residual_time", "residual")
-            return lambda x: self.constrain(x, axes)
+            return lambda x: self.constrain(x, (*lead, *BETWEEN_LAYERS))
 
         return PipelinedStack(
             block,
@@ -156,7 +166,7 @@ class Transformer(nn.Module):
             x += self.ring.to_zigzag(positions[None]) if self.ring else positions
         x = self.embedding_dropout(x, deterministic=deterministic)
         # Outside the layers the stages of a pipeline share the sequences.
-        x = self.constrain(x, ("sequences", "residual_time", "residual"))
+        x = self.constrain(x, ("sequences", "layer_time", "residual"))
         x = self.layers(x, deterministic=deterministic)
         return self.constrain(self.final_norm(x), ("sequences", "time", "residual"))
 
@@ -187,14 +197,17 @@ class Block(nn.Module):
     config: ModelConfig
     constrain: Constrain = unconstrained
     ring: Ring | None = None
+    gather: Gather = "compiler"
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch time dim"], deterministic: bool = True):
         config, constrain = self.config, self.constrain
         residual = ("batch", "residual_time", "residual")
         dropout = functools.partial(nn.Dropout, config.dropout)
-        # The carry of a scan is kept anyway; the name lets a policy offload it.
-        x = checkpoint_name(constrain(x, residual), "decoder_layer_input")
+        # The carry of a scan is kept anyway; the name lets a policy offload it. Where
+        # it is cut, then on both sides of the name: else what is gathered is kept.
+        x = checkpoint_name(constrain(x, BETWEEN_LAYERS), "decoder_layer_input")
+        x = constrain(constrain(x, BETWEEN_LAYERS), residual)
 
         y = constrain(_norm(config, name="attention_norm")(x), _FULL_TIME)
         y = self._attention(y, deterministic)
@@ -204,7 +217,7 @@ class Block(nn.Module):
         y = constrain(_norm(config, name="mlp_norm")(x), _FULL_TIME)
         y = self._mlp(y)
         y = dropout(name="mlp_dropout")(y, deterministic=deterministic)
-        return constrain(x + y, residual)
+        return constrain(x + y, BETWEEN_LAYERS)
 
     def _attention(self, y, deterministic):
         config = self.config
@@ -249,15 +262,23 @@ class Block(nn.Module):
 
     def _dense(self, x, name, features, axes):
         """A projection over the last axis, in the compute dtype."""
+        dot_general = None
+        if self.gather == "kept" or (self.gather == "outputs" and axes == _OUTPUT_AXES):
+            named = self.gather == "kept"
+            dot_general = gathered_dot_general(self.constrain, axes, named)
         return nn.DenseGeneral(
             features,
             use_bias=self.config.bias,
             dtype=self.config.compute_dtype,
             kernel_init=_partitioned(nn.initializers.lecun_normal(), *axes),
             bias_init=_partitioned(nn.initializers.zeros, *axes[1:]),
+            dot_general=dot_general,
             name=name,
         )(x)
 
+
+BETWEEN_LAYERS = ("batch", "layer_time", "residual")
+"""Logical axes of what goes from layer to layer, as a checkpointed layer keeps it."""
 
 _FULL_TIME = ("batch", "time", "residual")
 _OUTPUT_AXES = ("joined", "residual")  # kernels back into the residual stream

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxckpt.layers import LayerPlan, layer_plan
-from jaxckpt.models.dialects import translate
-from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
+from jaxckpt.models.dialects import partitions, translate
+from jaxckpt.models.presets import GATHERED, PRESETS, ConfigError, ModelConfig
 from jaxckpt.policies import PolicyError, is_automatic, unknown_names
 from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.mesh_sizes import parse_mesh
@@ -75,6 +75,10 @@ class TrainConfig:
     pipeline_repeats: int = 0
     """Times that a micro-batch goes around; circular only. Default: 2 or the next
     number that divides the layers of a stage."""
+    partition_activations: bool = False
+    """Shard what goes from layer to layer over the tensor axis, so that a checkpointed
+    layer keeps only a part of its input, and gather it again: DeepSpeed's flag of this
+    name, Megatron's --distribute-saved-activations. Implied by deepspeed:partition."""
     virtual_devices: int = 0
     """Pretend the CPU is this many devices, to try a mesh. 0: what is there."""
     data: tuple[str, ...] = ()
@@ -170,9 +174,9 @@ class TrainConfig:
             parse_share(self.policy.removeprefix(SELECTIVE))
         if self._is_automatic:
             return
-        for entry in self.schedule.policies:
-            if not is_plan_file(split_entry(entry)[0]):
-                self._check_names(self._layers_of(split_entry(entry)[0]))
+        for policy in self.policies:
+            if not is_plan_file(policy):
+                self._check_names(self.layers_of(policy))
         longest = max(self.schedule.lengths, default=0)
         if longest and self.seq_len and longest != self.seq_len:
             raise ConfigError(
@@ -181,21 +185,36 @@ class TrainConfig:
             )
 
     def _check_names(self, layers: LayerPlan) -> None:
-        unknown = {name for policy in layers.policies() for name in policy.names}
-        unknown -= set(self.architecture.value_names)
-        unknown = {name for name in unknown if not is_automatic(name)}
+        names = {name for policy in layers.policies() for name in policy.names}
+        known = {*self.architecture.value_names, GATHERED}
+        unknown = {name for name in names - known if not is_automatic(name)}
         if unknown:
-            raise unknown_names(unknown, self.architecture.value_names)
+            raise unknown_names(unknown, known)
+        keeping = [p for p in layers.policies() if p.rule in _KEEP_ALL]
+        if GATHERED in names and keeping:
+            raise ConfigError(
+                f"{layers}: layers under {keeping[0]} would keep {GATHERED} too; give "
+                "them a policy that lists what they keep"
+            )
 
     @property
     def is_planned(self) -> bool:
         """Whether a policy is to be found, or read from a schedule's plan file."""
-        policies = (split_entry(entry)[0] for entry in self.schedule.entries)
-        return self._is_automatic or any(map(is_plan_file, policies))
+        return self._is_automatic or any(map(is_plan_file, self.policies))
 
     @property
     def _is_automatic(self) -> bool:
         return self.policy == AUTO or self.policy.startswith(SELECTIVE)
+
+    @property
+    def partitions(self) -> bool:
+        """Whether layers keep a part of their input, by the flag or by a policy."""
+        return self.partition_activations or any(map(partitions, self.policies))
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies that the run goes through, as they were given."""
+        return tuple(split_entry(entry)[0] for entry in self.schedule.policies)
 
     @property
     def schedule(self) -> Schedule:
@@ -211,9 +230,10 @@ class TrainConfig:
         Raises:
           PolicyError: ``auto``, which is planned first.
         """
-        return self._layers_of(self.policy)
+        return self.layers_of(self.policy)
 
-    def _layers_of(self, policy: str) -> LayerPlan:
+    def layers_of(self, policy: str) -> LayerPlan:
+        """The layer plan that a policy stands for in this model."""
         model = self.architecture
         depth = self.planned_layers
         text = translate(policy, model.value_names, depth)
@@ -273,6 +293,7 @@ class TrainConfig:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
+_KEEP_ALL = ("none", "everything_saveable")
 _POSITIVE = (
     "steps",
     "batch_size",
@@ -325,16 +346,22 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
         ("mlp_dim", joined, of_joined),
         ("vocab_size", tensor, "tensor"),
     ]
-    if config.sequence_parallel and tensor == 1:
+    cuts_time = config.sequence_parallel or config.partitions
+    if cuts_time and tensor == 1:
         raise ConfigError(
-            "--sequence-parallel shards over the tensor axis, and the mesh has none; "
-            "use --mesh=tensor:2 or more"
+            f"{_what_cuts_time(config)} shards over the tensor axis, and the mesh has "
+            "none; use --mesh=tensor:2 or more"
+        )
+    if _keeps_gathered(config) and joined == tensor:
+        raise ConfigError(
+            f"{GATHERED} are gathered over the fsdp axis, and the mesh has none; use "
+            f"--mesh=fsdp:2 or more, or leave out {GATHERED}"
         )
     if context > 1:  # two chunks on each device, see models/ring_attention.py
         uses.append(("seq_len", 2 * context, "2 x context"))
-    if config.sequence_parallel and context > 1:
+    if cuts_time and context > 1:
         uses.append(("seq_len", context * tensor, "context x tensor"))
-    elif config.sequence_parallel:
+    elif cuts_time:
         uses.append(("seq_len", tensor, "tensor"))
     for field, parts, axes in uses:
         for length in config.schedule.lengths if field == "seq_len" else ():
@@ -369,6 +396,20 @@ def _of_batch(config: TrainConfig, replicas: int) -> tuple[str, int, str]:
         return "batch_size", parts, "data x fsdp x accumulate"
     axes = "data x fsdp x accumulate x pipeline micro-batches"
     return "batch_size", parts * config.pipeline.microbatches, axes
+
+
+def _what_cuts_time(config: TrainConfig) -> str:
+    if config.sequence_parallel:
+        return "--sequence-parallel"
+    if config.partition_activations:
+        return "--partition-activations"
+    return next(filter(partitions, config.policies))
+
+
+def _keeps_gathered(config: TrainConfig) -> bool:
+    texts = () if config.is_planned else config.policies
+    plans = [config.layers_of(text) for text in texts]
+    return any(GATHERED in p.names for plan in plans for p in plan.policies())
 
 
 def _that_would_do(config: TrainConfig, field: str, parts: int) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +16,8 @@ from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.residuals import Residual, block_residuals
 from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.linter import lint_plan, lint_step
-from jaxckpt.models.presets import ConfigError
-from jaxckpt.models.transformer import Block
+from jaxckpt.models.presets import GATHERED, ConfigError
+from jaxckpt.models.transformer import BETWEEN_LAYERS, Block
 from jaxckpt.policies import NONE, Policy
 from jaxckpt.receipt import CompiledStep, make_receipt
 from jaxckpt.remat import checkpoint
@@ -261,9 +262,9 @@ def lint_program(
     model = config.architecture
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     shards = placement.mesh.shape
-    tokens = config.layer_batch_size * config.sequence_length
-    parts = shards["data"] * shards["fsdp"] * shards["context"]
-    input_bytes = tokens * model.dim * itemsize // parts
+    stream = placement.sharding(BETWEEN_LAYERS)
+    size = (config.layer_batch_size, config.sequence_length, model.dim)
+    input_bytes = itemsize * math.prod(stream.shard_shape(size))
     layers = jax.tree.leaves(program.state["params"]["layers"])
     weights = sum(leaf.size for leaf in layers) * itemsize // model.num_layers
     return [
@@ -287,10 +288,19 @@ class OneLayer:
     shardings: tuple[Any, Any, Any] | None
 
 
-def one_layer(config: TrainConfig, placement: Placement) -> OneLayer:
-    """The layer of a run's model, at the size of one micro-batch."""
+def one_layer(
+    config: TrainConfig, placement: Placement, gathered: bool = False
+) -> OneLayer:
+    """The layer of a run's model, at the size of one micro-batch.
+
+    Args:
+      config, placement: the run.
+      gathered: whether its gathered weights have a name; see `jaxckpt.models.gathered`.
+    """
     architecture = config.architecture
-    block = Block(architecture, placement.constrain, placement.ring)
+    outputs = "outputs" if placement.gathers_outputs else "compiler"
+    gather = "kept" if gathered else outputs
+    block = Block(architecture, placement.constrain, placement.ring, gather)
     size = (config.layer_batch_size, config.sequence_length, architecture.dim)
     x = jax.ShapeDtypeStruct(size, architecture.compute_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -300,7 +310,7 @@ def one_layer(config: TrainConfig, placement: Placement) -> OneLayer:
     )["params"]
     shardings = None
     if placement.mesh.size > 1:
-        stream = placement.sharding(("batch", "residual_time", "residual"))
+        stream = placement.sharding(BETWEEN_LAYERS)
         shardings = (placement.of_boxed(boxed), stream, placement.replicated)
 
     def apply(params, x, key):
@@ -314,10 +324,10 @@ def layer_residuals(
     config: TrainConfig, placement: Placement
 ) -> Callable[[Policy], list[Residual]]:
     """What one layer of the model keeps under a policy, in bytes per device."""
-    layer = one_layer(config, placement)
 
     @functools.cache
     def residuals(policy: Policy) -> list[Residual]:
+        layer = one_layer(config, placement, GATHERED in policy.names)
         return block_residuals(
             checkpoint(layer.apply, policy, in_loop=True),
             *layer.arguments,

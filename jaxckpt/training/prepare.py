@@ -27,12 +27,14 @@ class Prepared:
       placement: the mesh and its rules.
       platform: what to compile for: "cpu", "gpu", ...
       attention: which kernel, and why, in words.
+      notes: what else is to be said of the run.
     """
 
     config: TrainConfig
     placement: Placement
     platform: str
     attention: str
+    notes: tuple[str, ...] = ()
 
 
 def prepare(config: TrainConfig, target: Target) -> Prepared:
@@ -71,7 +73,20 @@ def prepare(config: TrainConfig, target: Target) -> Prepared:
         config=dataclasses.replace(
             config, architecture=dataclasses.replace(model, attention=chosen)
         ),
-        placement=make_placement(sizes, devices, config.sequence_parallel),
+        placement=make_placement(
+            sizes, devices, config.sequence_parallel, config.partitions
+        ),
         platform=platform,
         attention=reason,
+        notes=run_notes(config, sizes),
     )
+
+
+def run_notes(config: TrainConfig, sizes: dict[str, int]) -> tuple[str, ...]:
+    """What a run says of how its values are placed, beyond its policy."""
+    if not config.partitions:
+        return ()
+    if config.sequence_parallel:
+        return ("layer inputs are partitioned by sequence parallelism already",)
+    tensor = sizes["tensor"]
+    return (f"layer inputs are kept cut over tensor:{tensor}, and gathered again",)

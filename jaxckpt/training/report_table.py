@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxckpt.receipt import host_bytes
+from jaxckpt.training.collective_table import collective_table
 from jaxckpt.units import format_bytes, format_milliseconds
 
 _PEAK_SHOWN = 8
@@ -43,6 +44,8 @@ def print_rows(report: dict[str, Any], console: Console) -> None:
     for row in good:
         for finding in row.get("lint", []):
             console.print(f"{row['policy']}: {finding}", style="yellow")
+    if collectives := collective_table(good):
+        console.print(collectives)
     _print_peak(good, console)
     for line in report["advice"]:
         console.print(line, style="bold")

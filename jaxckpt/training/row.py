@@ -81,6 +81,7 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
         "num_devices": len(devices),
         "attention": built.attention,
         "collective_bytes": collectives,
+        "collective_kinds": None if target.tpu else hlo.collective_bytes,
         "host_transfer_bytes": host_transfers,
         "lint": built.lint,
         "notes": [
@@ -137,7 +138,7 @@ def _model_step(job: Job, target: Target) -> _Built:
         count_flops=lambda: count_flops(program.step, program.state, program.batch),
         pipeline=config.pipeline,
         host_bytes=program.host_bytes,
-        notes=offload_notes(config, placement, program),
+        notes=(*prepared.notes, *offload_notes(config, placement, program)),
     )
 
 

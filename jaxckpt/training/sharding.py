@@ -55,18 +55,22 @@ class Placement:
       mesh: the devices, with the axes of `MESH_AXES` (some of size 1).
       sequence_parallel: shard the residual stream's time axis over ``tensor``
         between the tensor-parallel regions (Korthikanti et al. 2022).
+      partition_activations: shard what goes from layer to layer, and so what a
+        checkpointed layer keeps, over ``tensor``; gathered where it is computed with.
     """
 
     mesh: Mesh
     sequence_parallel: bool = False
+    partition_activations: bool = False
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
         """The sharding of an array with these logical axes."""
+        cut = self.sequence_parallel or self.partition_activations
+        cut_time = ("context", "tensor")
         rules = {
             **_RULES,
-            "residual_time": (
-                ("context", "tensor") if self.sequence_parallel else "context"
-            ),
+            "residual_time": cut_time if self.sequence_parallel else "context",
+            "layer_time": cut_time if cut else "context",
         }
         parts = [rules[axis] if axis else None for axis in axes]
         return NamedSharding(self.mesh, PartitionSpec(*parts))
@@ -98,6 +102,12 @@ class Placement:
         )
 
     @property
+    def gathers_outputs(self) -> bool:
+        """Whether kernels are cut over ``tensor`` and over axes they are gathered on."""
+        sizes = self.mesh.shape
+        return sizes["tensor"] > 1 and sizes["fsdp"] * sizes["context"] > 1
+
+    @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
@@ -118,17 +128,18 @@ def make_placement(
     sizes: dict[str, int],
     devices: Sequence[Any],
     sequence_parallel: bool = False,
+    partition_activations: bool = False,
 ) -> Placement:
     """Builds the mesh; missing axes have size 1.
 
     Args:
       sizes: devices per mesh axis, as `jaxckpt.training.config.parse_mesh` gives.
       devices: as many devices as the product of the sizes.
-      sequence_parallel: see `Placement`.
+      sequence_parallel, partition_activations: see `Placement`.
     """
     shape = [sizes.get(axis, 1) for axis in MESH_AXES]
     if math.prod(shape) != len(devices):
         raise ValueError(f"a mesh of {sizes} does not hold {len(devices)} devices")
     # Mesh (unlike jax.make_mesh since 0.9) has Auto axes: the compiler propagates.
     mesh = Mesh(np.asarray(devices).reshape(shape), MESH_AXES)
-    return Placement(mesh, sequence_parallel)
+    return Placement(mesh, sequence_parallel, partition_activations)

@@ -98,6 +98,7 @@ def make_program(
         placement.constrain,
         ring=placement.ring,
         pipeline=config.pipeline,
+        gather_outputs=placement.gathers_outputs,
     )
     optimizer = make_optimizer(config)
     host = host_memory(placement.mesh.devices.flat[0])

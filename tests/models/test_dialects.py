@@ -3,7 +3,7 @@
 import pytest
 
 from jaxckpt.layers import layer_plan
-from jaxckpt.models.dialects import FORMS, translate
+from jaxckpt.models.dialects import FORMS, partitions, translate
 from jaxckpt.models.presets import PRESETS
 from jaxckpt.policies import PolicyError
 
@@ -32,6 +32,9 @@ def test_every_form_is_a_plan_that_speaks_of_existing_names(form, names):
         ("megatron:full:block:32", "32xnothing_saveable"),
         ("megatron:full:block:3", "3xnothing_saveable+29xnone"),
         ("deepspeed:cpu", "32xoffload:decoder_layer_input"),
+        ("megatron:full:block:3:distribute", "3xnothing_saveable+29xnone"),
+        ("deepspeed:partition", "32xnothing_saveable"),
+        ("deepspeed:partition:cpu", "32xoffload:decoder_layer_input"),
         ("dots_saveable", "32xdots_saveable"),
     ],
 )
@@ -49,10 +52,22 @@ def test_translations(text, becomes):
         "megatron:full:block:0",
         "megatron:full:block:33",
         "megatron:none",
-        "deepspeed:partition",
+        "megatron:full:distribute",
+        "megatron:full:uniform:4:distributed",
+        "deepspeed:partitions",
     ],
 )
 def test_unknown_forms_are_one_line_errors(text):
     with pytest.raises(PolicyError) as error:
         translate(text, LLAMA, 32)
     assert "\n" not in str(error.value) and text in str(error.value)
+
+
+def test_layer_inputs_are_cut_where_the_other_systems_cut_them():
+    assert {form for form in FORMS if partitions(form)} == {
+        "megatron:full:uniform:K:distribute",
+        "megatron:full:block:K:distribute",
+        "deepspeed:partition",
+        "deepspeed:partition:cpu",
+    }
+    assert not partitions("save:partition")

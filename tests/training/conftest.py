@@ -90,10 +90,11 @@ def make_config():
 def place():
     """``(mesh text) -> Placement`` on as many of the devices as it needs."""
 
-    def make(mesh="data:1", sequence_parallel=False):
+    def make(mesh="data:1", sequence_parallel=False, partition=False):
         count = math.prod(int(part.split(":")[1]) for part in mesh.split(","))
         devices = jax.devices()[:count]
-        return make_placement(resolve_mesh(mesh, count), devices, sequence_parallel)
+        sizes = resolve_mesh(mesh, count)
+        return make_placement(sizes, devices, sequence_parallel, partition)
 
     return make
 
@@ -104,7 +105,8 @@ def programs(place):
 
     @functools.cache  # one compilation per configuration
     def make(config, mesh="data:1"):
-        return make_program(config, place(mesh, config.sequence_parallel))
+        placement = place(mesh, config.sequence_parallel, config.partitions)
+        return make_program(config, placement)
 
     return make
 
