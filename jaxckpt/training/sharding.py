@@ -103,7 +103,7 @@ class Placement:
 
     @property
     def gathers_outputs(self) -> bool:
-        """Whether kernels are cut over ``tensor`` and over axes they are gathered on."""
+        """Whether kernels are cut over ``tensor`` beside what they are gathered on."""
         sizes = self.mesh.shape
         return sizes["tensor"] > 1 and sizes["fsdp"] * sizes["context"] > 1
 
