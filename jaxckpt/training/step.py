@@ -1,5 +1,6 @@
 """The state of a run and the function that advances it by one optimizer step."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -235,7 +236,9 @@ def make_program(
     return Program(
         plan=plan,
         model=model,
-        init=jax.jit(init_state, out_shardings=shardings),
+        init=_init_piecewise(init_state, shardings)
+        if host_bytes
+        else jax.jit(init_state, out_shardings=shardings),
         step=jax.jit(
             step,
             donate_argnums=0,
@@ -316,6 +319,45 @@ def compile_layout_change(old: Program, new: Program) -> Callable[[State], State
         return {**state, "params": of_params(state["params"]), "opt_state": moments}
 
     return change
+
+
+def _init_piecewise(
+    init_state: Callable[[], State], shardings: State
+) -> Callable[[], State]:
+    """Makes the moments, which start at zero, one array after the other.
+
+    One program would make all of them on the device before it moves them off.
+    """
+
+    def but_moments():
+        state = init_state()
+        counters = split_moments(state["opt_state"], state["params"])[1]
+        return {**state, "opt_state": counters}
+
+    @functools.cache
+    def zeros(shape, dtype, sharding):
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+    def init() -> State:
+        abstract = jax.eval_shape(init_state)
+        places, counters, _ = split_moments(shardings["opt_state"], shardings["params"])
+        *_, rebuild = split_moments(abstract["opt_state"], abstract["params"])
+        state = jax.jit(
+            but_moments, out_shardings={**shardings, "opt_state": counters}
+        )()
+        moments = [
+            jax.tree.map(
+                lambda leaf, place: jax.block_until_ready(
+                    zeros(leaf.shape, leaf.dtype, place)()
+                ),
+                abstract["params"],
+                place,
+            )
+            for place in places
+        ]
+        return {**state, "opt_state": rebuild(moments, state["opt_state"])}
+
+    return init
 
 
 def local_bytes(leaf: Any, sharding: Any) -> int:

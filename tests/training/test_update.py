@@ -56,6 +56,8 @@ def test_five_steps_are_those_of_the_plain_run(
     config = make_config(policy, architecture=tuple(architecture.items()))
     plain = programs(config, mesh)
     moved = programs(dataclasses.replace(config, offload_optimizer="state"), mesh)
+    first, second = to_canonical(plain, plain.init()), moved.init()
+    jax.tree.map(np.testing.assert_array_equal, to_canonical(moved, second), first)
     want, plain_losses = advance(plain, make_batch, 5)
     got, losses = advance(moved, make_batch, 5)
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-6)
