@@ -24,7 +24,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxckpt.compiler.gpu_kinds import GpuKind
 from jaxckpt.compiler.targets import parse_target
@@ -32,6 +32,7 @@ from jaxckpt.models.presets import ConfigError, ModelConfig
 from jaxckpt.planner.solve import Infeasible
 from jaxckpt.training.config import TrainConfig, check_divisible
 from jaxckpt.training.mesh_sizes import MESH_AXES
+from jaxckpt.training.pipeline import microbatch_choices
 from jaxckpt.training.reporting import safe_share
 from jaxckpt.units import format_bytes, parse_bytes
 
@@ -113,8 +114,8 @@ def rank_meshes(config: TrainConfig, target: str, budget: str) -> list[MeshEstim
     room = parse_bytes(budget, whole=cluster.memory_limit)
     found = []
     for sizes in _meshes(cluster.num_devices):
-        run = _on(config, sizes)
         try:
+            run = _on(config, sizes)
             check_divisible(run, sizes)
         except ConfigError:
             continue
@@ -162,14 +163,19 @@ def plan_first(
 
 
 def for_mesh(config: TrainConfig, estimate: MeshEstimate) -> TrainConfig:
-    """The run on a mesh; sequence parallelism needs a tensor axis and goes without."""
+    """The run on a mesh; flags that need an axis go where there is one."""
     return _on(config, estimate.sizes)
 
 
 def _on(config: TrainConfig, sizes: dict[str, int]) -> TrainConfig:
     text = ",".join(f"{axis}:{size}" for axis, size in sizes.items())
-    parallel = config.sequence_parallel and sizes.get("tensor", 1) > 1
-    return dataclasses.replace(config, mesh=text, sequence_parallel=parallel)
+    fields: dict[str, Any] = {"mesh": text}
+    if sizes.get("tensor", 1) == 1:
+        fields["sequence_parallel"] = False
+    if sizes.get("pipe", 1) == 1:
+        pipeline = ("pipeline_schedule", "pipeline_microbatches", "pipeline_repeats")
+        fields |= {name: getattr(TrainConfig, name) for name in pipeline}
+    return dataclasses.replace(config, **fields)
 
 
 def _meshes(num_devices: int) -> Iterator[dict[str, int]]:
@@ -193,13 +199,13 @@ def _divisors(number: int) -> list[int]:
 
 
 def _microbatches(config: TrainConfig, sizes: dict[str, int]) -> list[int]:
-    stages = sizes.get("pipe", 1)
-    if stages == 1:
+    if config.pipeline is None:
         return [1]
-    rows = config.micro_batch_size // math.prod(
-        sizes.get(axis, 1) for axis in ("data", "fsdp")
-    )
-    return [count for count in _divisors(rows) if count >= stages]
+    if config.pipeline_microbatches:
+        return [config.pipeline_microbatches]
+    replicas = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    stages = config.pipeline.stages
+    return microbatch_choices(stages, config.micro_batch_size, replicas)
 
 
 @dataclass(frozen=True)
