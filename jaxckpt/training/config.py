@@ -56,7 +56,8 @@ class TrainConfig:
     no remat while that fits in 80 % of the device (85 % below 7 B parameters), else a
     plan for as much."""
     mesh: str = ""
-    """Devices per axis, such as data:2,fsdp:2,tensor:2. Default: all on fsdp."""
+    """Devices per axis, such as data:2,fsdp:2,tensor:2; context:8 cuts long sequences
+    and the weights. Default: all on fsdp."""
     offload_optimizer: Literal["none", "state"] = "none"
     """Keep the optimizer's moments in pinned host memory, streamed through the device
     layer by layer during the update: 8 bytes per parameter less on the devices."""

@@ -1,6 +1,9 @@
 """A sequence cut over devices: the whole model, its rules and what the planner sees."""
 
 import functools
+import json
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -10,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt import layer_plan
-from jaxckpt.compiler.flops import count_flops
+from jaxckpt.compiler.flops import PHASES, count_flops
 from jaxckpt.compiler.targets import KINDS
 from jaxckpt.models.transformer import Transformer
 from jaxckpt.planner.graph import block_graph
@@ -110,3 +113,30 @@ def test_a_plan_of_the_layers_is_independent_of_the_ring(make_config, programs):
         for p in (one, many)
     ]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.slow
+def test_saving_the_context_of_128k_tokens_spares_a_ring(tmp_path):
+    """Two layers of llama3-8b on 8 H100: keys and values of 16 Ki tokens are 64 MiB per
+    layer and device, and take seven steps."""
+    pytest.importorskip("jax_plugins.xla_cuda13", exc_type=ImportError)
+    saved = tmp_path / "report.json"
+    arguments = [
+        *("--model=llama3-8b", "--num-layers=2", "--target=h100:8"),
+        *("--mesh=context:8", "--batch-size=1", "--seq-len=131072"),
+        *("--policies", "save:context", "nothing_saveable", f"--save={saved}"),
+    ]
+    subprocess.run([sys.executable, "-m", "jaxckpt.report", *arguments], check=True)
+    kept, recomputed = json.loads(saved.read_text())["rows"]
+    assert kept["fits"] and recomputed["fits"]
+    spared = {
+        phase: recomputed["collective_bytes"][phase] - kept["collective_bytes"][phase]
+        for phase in PHASES
+    }
+    step = 2 * 64 * 2**20
+    # A ring that runs again has made its way's first step: XLA shares it with the way
+    # back.
+    again = {"forward": 0, "recompute": 7 * step, "backward": -step, "other": 0}
+    assert spared == again
+    runs = [row["attention_forward_runs"] for row in (kept, recomputed)]
+    assert runs == [8, 16]  # kernels per layer and device: one per step
