@@ -25,8 +25,9 @@ of JAX, on one GPU: the tensors that differ from the paper's are listed under it
 
 Expected: all but `naive` are counted exactly as the formula says, and compiled within
 0.1 %, unless XLA:GPU copies ``gelu_input`` of all layers into another layout between
-the two loops (with a batch of 1; 8sbh/t on top). That makes 8 % of `none` and `TP+SP`
-for 530B; `stack_copies` of a row names what is copied.
+the two loops (with a microbatch of 1; 8sbh/t on top). That makes 7 to 8 % of `none` and
+`TP+SP` for 175B, 530B and 1T, and 4.8 % of `TP` for 530B and 1T; `stack_copies` of a
+row names what is copied.
 """
 
 import argparse

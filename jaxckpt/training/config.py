@@ -39,9 +39,9 @@ class TrainConfig:
     policy: str = "none"
     """What each layer keeps for its backward pass: none, dots_saveable, full,
     save:NAME,..., offload:NAME,..., sqrt, every:K, per layer 2xnone+2xfull,
-    another system's: maxtext:minimal, megatron:selective, deepspeed:cpu; auto: the
-    cheapest within --memory-budget; or selective:40%: of the values' bytes the best
-    40 %, as measured here."""
+    another system's: maxtext:minimal, megatron:selective, deepspeed:partition; auto:
+    the cheapest within --memory-budget; or selective:40%: of the values' bytes the best
+    40 %, as measured here. save:gathered_weights keeps what fsdp gathers, too."""
     plan: str = ""
     """A plan of python -m jaxckpt.plan, in place of a policy."""
     policy_schedule: str = ""
