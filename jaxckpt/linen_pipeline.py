@@ -44,8 +44,8 @@ class PipelinedStack(nn.Module):
         ``cast`` gets the parameters alone.
 
     A random stream's keys depend on the layer and, other than in a `Stack`, on the
-    micro-batch: dropout masks do not change with the number of stages or repeats, but
-    do with the number of micro-batches.
+    micro-batch. Dropout masks do not change with the number of repeats or the plan, but
+    do with those of stages and micro-batches, which say who shares a micro-batch.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

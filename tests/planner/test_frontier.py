@@ -282,3 +282,14 @@ def test_speed_is_printed(capsys):
     middle = got[len(got) // 2]
     assert middle.cost == solve(block, middle.memory(32), copies=32).cost
     assert mixed.cost <= 32 * middle.cost * 1.1
+
+
+def test_a_mix_that_runs_several_times_holds_all_of_them():
+    """As in a pipeline: three runs of two layers before the first backward pass."""
+    low = Choice((), (), 5.0, 0, saved_bytes=2, offloaded_bytes=0, working_bytes=8)
+    high = Choice((), (), 1.0, 0, saved_bytes=10, offloaded_bytes=0, working_bytes=0)
+    for budget, cost, memory in [(60, 6, 60), (59, 18, 36), (35, 30, 20), (20, 30, 20)]:
+        found = mix([low, high], 2, budget, iterations=3)
+        assert (found.cost, found.memory) == (cost, memory)
+    with pytest.raises(Infeasible):
+        mix([low, high], 2, 19, iterations=3)

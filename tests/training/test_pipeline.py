@@ -16,6 +16,7 @@ from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.config import check_divisible, parse_mesh
 from jaxckpt.training.inspect import layer_residuals
 from jaxckpt.training.pipeline import microbatch_choices
+from jaxckpt.training.pipeline_planning import sent_bytes
 from jaxckpt.training.snapshot import from_canonical, to_canonical
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -143,13 +144,13 @@ def test_a_snapshot_goes_on_with_another_number_of_stages(
 
 
 @slow
-def test_dropout_does_not_depend_on_stages(
+def test_dropout_does_not_depend_on_repeats(
     configure, programs, make_batch, assert_same
 ):
-    """Masks follow layers and micro-batches, whatever stage has them."""
+    """Masks follow layers and micro-batches, whichever stage has them."""
     found = []
     rates = {"dropout": 0.3, "attention_dropout": 0.2}
-    for mesh, flags in (("pipe:2", CIRCULAR), ("pipe:4,fsdp:2", {"policy": "full"})):
+    for mesh, flags in (("pipe:2", CIRCULAR), ("pipe:2,fsdp:2", {"policy": "full"})):
         config = configure(mesh, architecture=rates, pipeline_microbatches=8, **flags)
         program = programs(config, mesh)
         found.append(step_once(program, program.init(), make_batch(program, 0))[0])
@@ -178,8 +179,8 @@ def test_kept_bytes_are_those_of_the_schedule(
         and not equation.params["reverse"]
         and not around
     ]
-    stacked = forward.outvars[forward.params["num_carry"] :]
-    kept = sum(aval_bytes(variable.aval) for variable in stacked)
+    made = [variable.aval for variable in forward.outvars]
+    kept = sum(aval_bytes(one) for one in made if one.shape[0] == iterations)
     residuals = layer_residuals(config, place(mesh))
     rows = saved_rows(program.plan, residuals, iterations)
     rows = [row for row in rows if row["layers"] % iterations == 0]
@@ -196,12 +197,37 @@ def test_no_device_repeats_the_work_of_another(configure, programs):
     program = programs(config, mesh)
     flops = count_flops(program.step, program.state, program.batch)
     compiled = program.step.lower(program.state, program.batch).compile()
-    assert parse_hlo(compiled.as_text()).flops.total == flops.total // 8
+    hlo = parse_hlo(compiled.as_text())
+    assert hlo.flops.total == flops.total // 8
     bare = count_flops(plain.step, plain.state, plain.batch)
     model = config.architecture
     of_loss = 2 * 16 * model.max_seq_len * model.dim * model.vocab_size
     assert flops.forward - of_loss == (bare.forward - of_loss) * 3 // 2
     assert flops.backward - 2 * of_loss == (bare.backward - 2 * of_loss) * 3 // 2
+
+
+@pytest.mark.parametrize(
+    "mesh, flags",
+    [
+        ("pipe:2", {"pipeline_microbatches": 4, **CIRCULAR}),
+        pytest.param("pipe:4", {"pipeline_microbatches": 8}, marks=slow),
+        pytest.param("pipe:4", {"pipeline_microbatches": 4}, marks=slow),
+        pytest.param("data:2,pipe:2", {"pipeline_microbatches": 8}, marks=slow),
+    ],
+    ids=str,
+)
+def test_sent_bytes_are_those_of_the_compiled_permutes(
+    mesh, flags, configure, programs
+):
+    config = configure(mesh, **flags)
+    program = programs(config, mesh)
+    compiled = program.step.lower(program.state, program.batch).compile()
+    hlo = parse_hlo(compiled.as_text())
+    kinds = hlo.collective_bytes.values()
+    sent = sum(one.get("collective-permute", 0) for one in kinds)
+    model, replicas = config.architecture, parse_mesh(mesh).get("data", 1)
+    tokens = config.layer_batch_size // replicas * model.max_seq_len
+    assert sent == sent_bytes(config.pipeline, 4 * tokens * model.dim)
 
 
 # Flags
