@@ -1,5 +1,6 @@
 """Every difference between JAX versions, and nothing else."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -113,3 +114,26 @@ def _declare(ctx, argument):
 
 
 mlir.register_lowering(_host_argument, _declare, cacheable=False)
+
+
+def coordination_client() -> Any:
+    """The client of the service that joins processes; JAX has no public name for it."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def process_numbers() -> tuple[int, int]:
+    """Which process this is and of how many, without asking for devices."""
+    from jax._src import distributed
+
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
+def let_signals_end_it() -> None:
+    """Lets SIGTERM end a process of several, which JAX would catch for its own use.
+
+    In jax 0.7 nothing turns that off.
+    """
+    with contextlib.suppress(AttributeError):
+        jax.config.update("jax_enable_preemption_service", False)

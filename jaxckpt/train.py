@@ -4,6 +4,7 @@ Example: ``python -m jaxckpt.train --policy=dots_saveable``
 """
 
 import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from jaxckpt import command_line
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.processes import Group, join, leaving_together, process_numbers
 
 PROG = "python -m jaxckpt.train"
 
@@ -21,38 +23,59 @@ def main() -> None:
     default = TrainConfig(model=preset, architecture=model_config(preset))
     config = command_line.parse(default, prog=PROG)
     if not config.workdir:
+        if process_numbers(config, os.environ):
+            raise ConfigError(
+                "several processes need --workdir, a folder that all of them share"
+            )
         folder = f"runs/{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
         config = dataclasses.replace(config, workdir=folder)
     _check_workdir(config)
     command_line.choose_platform()
-    _train(_planned(config))
+    group = join(config, PROG)
+    with group.watched():
+        _train(_planned(config, group), group)
 
 
-def _planned(config: TrainConfig) -> TrainConfig:
-    """The run with the policy of its plan; ``auto`` is planned now."""
+def _planned(config: TrainConfig, group: Group) -> TrainConfig:
+    """The run with the policy of its plan; ``auto`` is planned now, by process 0."""
+    from jaxckpt.compiler.targets import Target
     from jaxckpt.planner.solve import Infeasible
+    from jaxckpt.training.group_target import group_target
     from jaxckpt.training.planning import resolve_policy
+    from jaxckpt.training.prepare import prepare
 
     if not config.plan and not config.is_planned:
         return config
     console = command_line.make_console(markup=False, emoji=False, highlight=False)
-    try:
-        with console.status("planning") as status:
-            cache = Path(config.workdir) / "plan-cache"
-            config = resolve_policy(config, "attached", cache, status.update)
-    except Infeasible as error:
-        command_line.fail(PROG, str(error), code=3)
-    console.print(f"plan: {config.policy_schedule or config.policy}", soft_wrap=True)
-    return config
+    run, target, found = config, "attached", {}
+    if group.count > 1 and not config.plan and not config.policy_schedule:
+        # Every process asks for the devices: they are found together.
+        devices = prepare(config, Target("attached")).placement.mesh.devices
+        kind = devices.flat[0].device_kind
+        run, target = group_target(config, group.count, kind, devices.size)
+    if group.is_main:
+        try:
+            with console.status("planning") as status:
+                cache = Path(config.workdir) / "plan-cache"
+                planned = resolve_policy(run, target, cache, status.update)
+        except Infeasible as error:
+            command_line.fail(PROG, str(error), code=3)
+        names = ("policy", "policy_schedule", "pipeline_microbatches")
+        found = {name: getattr(planned, name) for name in names}
+        console.print(
+            f"plan: {planned.policy_schedule or planned.policy}", soft_wrap=True
+        )
+    found = group.agree("plan", found)
+    return dataclasses.replace(config, plan="", memory_budget="", **found)
 
 
-def _train(config: TrainConfig) -> None:
+def _train(config: TrainConfig, group: Group) -> None:
     from jaxckpt.compiler.targets import Target
     from jaxckpt.training.loop import train
     from jaxckpt.training.offload_check import check_offload
     from jaxckpt.training.prepare import prepare
 
-    console = command_line.make_console()
+    console = command_line.make_console(quiet=not group.is_main)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
@@ -67,6 +90,8 @@ def _train(config: TrainConfig) -> None:
     if mesh.size > 1:
         sizes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1)
         where = f"{mesh.size} {kind} devices ({sizes})"
+    if group.count > 1:
+        where += f" of {group.count} processes"
     say(
         f"{config.model}: {config.architecture.num_params / 1e6:,.2f} M parameters on "
         f"{where}, policy {policy}, in {config.workdir}"
@@ -106,4 +131,5 @@ def _check_workdir(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, prog=PROG)
+    with leaving_together():
+        command_line.run(main, prog=PROG)

@@ -81,7 +81,15 @@ class TrainConfig:
     layer keeps only a part of its input, and gather it again: DeepSpeed's flag of this
     name, Megatron's --distribute-saved-activations. Implied by deepspeed:partition."""
     virtual_devices: int = 0
-    """Pretend the CPU is this many devices, to try a mesh. 0: what is there."""
+    """Pretend the CPU is this many devices, to try a mesh; of several processes, each
+    its own. 0: what is there."""
+    coordinator_address: str = ""
+    """HOST:PORT of process 0, for several processes; with the next two. Under Slurm's
+    srun and Open MPI's mpirun, none of the three is needed."""
+    num_processes: int = 0
+    """How many processes train together. 0: as the launcher says, else one."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
     data: tuple[str, ...] = ()
     """Files or folders of .txt, .jsonl, .parquet text or .npy, .bin tokens.
     Default: the source of Python's standard library, byte by byte."""
@@ -159,7 +167,29 @@ class TrainConfig:
             raise ConfigError(
                 "--no-scan-layers has no loops to make the stages of a pipeline of"
             )
+        self._check_processes()
         self._check_policy()
+
+    def _check_processes(self) -> None:
+        count, index = self.num_processes, self.process_id
+        given = {
+            "--coordinator-address": bool(self.coordinator_address),
+            "--num-processes": bool(count),
+            "--process-id": index is not None,
+        }
+        if any(given.values()) and not all(given.values()):
+            missing = ", ".join(flag for flag, there in given.items() if not there)
+            raise ConfigError(f"{', '.join(given)} go together; {missing} is missing")
+        if index is not None and not 0 <= index < count:
+            raise ConfigError(
+                f"--process-id={index} is not from 0 to {count - 1}, as "
+                f"--num-processes={count} asks"
+            )
+        host, _, port = self.coordinator_address.rpartition(":")
+        if count and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ConfigError(
+                f"--coordinator-address={self.coordinator_address} is no HOST:PORT"
+            )
 
     def _check_policy(self) -> None:
         if self.plan and self.policy != "none":
@@ -308,6 +338,7 @@ _NOT_NEGATIVE = (
     "pipeline_microbatches",
     "pipeline_repeats",
     "virtual_devices",
+    "num_processes",
     "warmup_steps",
     "defragment_every",
     "eval_every",

@@ -361,5 +361,5 @@ def iterations_of(schedule: PipelineSchedule | None) -> int:
 
 
 def _device_limit(placement: Placement) -> int | None:
-    stats = placement.mesh.devices.flat[0].memory_stats() or {}
+    stats = placement.mesh.local_devices[0].memory_stats() or {}
     return stats.get("bytes_limit")

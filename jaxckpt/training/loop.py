@@ -14,13 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from jaxckpt.defragment import defragment, why_not
 from jaxckpt.device_memory import (
@@ -32,9 +25,11 @@ from jaxckpt.models.presets import ConfigError
 from jaxckpt.monitor import Monitor
 from jaxckpt.receipt import print_receipt, print_warnings, write_receipt
 from jaxckpt.training.buckets import Buckets, bucket_batches, make_buckets
+from jaxckpt.training.canonical import from_canonical
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.corpus import Corpus, load_corpus
-from jaxckpt.training.data import Batches, batches, validation_batches
+from jaxckpt.training.data import Batch, Batches, batches, validation_batches
+from jaxckpt.training.feeding import batch_share, to_devices
 from jaxckpt.training.inspect import (
     Inspected,
     Programs,
@@ -42,16 +37,13 @@ from jaxckpt.training.inspect import (
     device_room,
     inspect_schedule,
 )
-from jaxckpt.training.metrics import MetricsLog
+from jaxckpt.training.metrics import MetricsLog, no_metrics
 from jaxckpt.training.optim import SMALLEST_SCALE, first_loss_scale
 from jaxckpt.training.policy_schedule import Chooser, make_chooser, split_entry
+from jaxckpt.training.processes import current_group, least
+from jaxckpt.training.progress import StepProgress
 from jaxckpt.training.sharding import Placement
-from jaxckpt.training.snapshot import (
-    Saved,
-    SnapshotError,
-    Snapshots,
-    from_canonical,
-)
+from jaxckpt.training.snapshot import Saved, SnapshotError, Snapshots
 from jaxckpt.training.step import Program, State, make_program
 
 # What a resumed run should share with the one before: kept in its snapshots.
@@ -96,6 +88,8 @@ def train(
 ) -> TrainResult:
     """Trains from the start, or from the last snapshot when resuming.
 
+    Every process of a group calls this alike; process 0 writes metrics and receipts.
+
     Args:
       config: the run; its attention kernel is decided.
       placement: the mesh to run on.
@@ -108,7 +102,7 @@ def train(
       TrainingError: the loss or the gradient is no number.
       SaveError: a snapshot could not be written.
     """
-    workdir = Path(config.workdir)
+    workdir, group = Path(config.workdir), current_group()
     corpus = load_corpus(
         config.data,
         vocab_size=config.architecture.vocab_size,
@@ -127,6 +121,7 @@ def train(
     if buckets:  # whose order is of this batch size only
         lengths = ", ".join(map(str, buckets.lengths))
         facts["data"] += f" by length {lengths} in batches of {config.batch_size}"
+    group.compare("data", {"data": facts["data"]})
     with (
         Snapshots(workdir / "snapshots", config.keep_snapshots, facts) as snapshots,
         contextlib.ExitStack() as stack,
@@ -141,9 +136,14 @@ def train(
                 console.print(f"resumed otherwise: {change}", highlight=False)
             if saved.step >= config.steps:
                 return TrainResult(saved.step)
-        log = MetricsLog(workdir / "metrics.jsonl", first_step)
+        log, losses = no_metrics(), []
+        if group.is_main:
+            log = MetricsLog(workdir / "metrics.jsonl", first_step)
+            losses = _losses(workdir / "metrics.jsonl")
+            config.save(workdir / "config.json")
         stack.callback(log.close)
-        config.save(workdir / "config.json")
+        if schedule.rule == "loss":
+            losses = group.agree("losses", losses)
         policies = schedule.between(first_step, config.steps)
         if buckets:
             counted = zip(policies, buckets.counts, strict=True)
@@ -158,10 +158,10 @@ def train(
             )
             status.update("loading the weights")
             run = _Run(config, programs, corpus, buckets, snapshots, log, console)
-            run.start(placement, saved, first_step)
+            run.start(placement, saved, first_step, losses)
             del saved  # a copy in host memory
 
-        with _progress(console) as progress:
+        with StepProgress(console, first_step, config.steps) as progress:
             run.steps(first_step, position, progress)
     print_receipt(run.receipt, console)
     return TrainResult(
@@ -196,8 +196,6 @@ def _buckets(corpus: Corpus, lengths: Sequence[int]) -> Buckets | None:
 
 def _require_room(placement: Placement) -> None:
     flag = "--policy-schedule=auto:headroom"
-    if jax.process_count() > 1:
-        raise ConfigError(f"{flag} works on one host: others may see another headroom")
     if device_room(placement) is None:
         kind = placement.mesh.devices.flat[0].platform
         raise ConfigError(f"{flag} is not possible here: {kind} does not tell memory")
@@ -211,7 +209,13 @@ def _read(snapshots: Snapshots, program: Program) -> Saved:
         state = dict(program.state)
         scaled = state.pop("loss_scale", None) is not None
         if not scaled:
-            state["loss_scale"] = jax.eval_shape(first_loss_scale)
+            everywhere: Any = state["step"].sharding
+            state["loss_scale"] = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=everywhere
+                ),
+                jax.eval_shape(first_loss_scale),
+            )
         try:
             saved = snapshots.read(dataclasses.replace(program, state=state))
         except SnapshotError:
@@ -249,14 +253,24 @@ class _Run:
         self.last_loss: float | None = None
         self.validation: dict[str, float] = {}
 
-    def start(self, placement: Placement, saved: Saved | None, step: int) -> None:
-        """Makes or loads the state, under the policy of this step."""
+    def start(
+        self,
+        placement: Placement,
+        saved: Saved | None,
+        step: int,
+        losses: list[tuple[int, float]],
+    ) -> None:
+        """Makes or loads the state, under the policy of this step.
+
+        Args:
+          losses: step and loss of the steps before.
+        """
         inspected = self.programs.inspected.values()
         self.chooser = make_chooser(
             self.config.schedule,
-            losses=_losses(Path(self.config.workdir) / "metrics.jsonl"),
+            losses=losses,
             needs=[one.receipt["step"]["device_total_bytes"] for one in inspected],
-            room=lambda: device_room(placement, getattr(self, "state", None)),
+            room=lambda: least(device_room(placement, getattr(self, "state", None))),
             bucket_of=lambda step: self.buckets.order[step][0] if self.buckets else 0,
         )
         self._use(self.chooser.policy(step), step)
@@ -270,6 +284,7 @@ class _Run:
             )
             self.defragment_every = 0
         program = self.inspected.program
+        self.share = batch_share(program.batch["inputs"])
         self.state = from_canonical(program, saved.state) if saved else program.init()
 
     def _use(self, policy: str, step: int) -> bool:
@@ -293,6 +308,8 @@ class _Run:
 
     def _renew_receipt(self, name: str) -> None:
         """Writes the receipt of the program in force, for a schedule also by name."""
+        if jax.process_index():
+            return
         for suffix in dict.fromkeys(("", name)):
             path = Path(self.config.workdir) / f"receipt{suffix}.json"
             write_receipt(self.receipt, path)
@@ -300,6 +317,8 @@ class _Run:
 
     def _write_receipts(self) -> None:
         """By length, programs alternate: a receipt of each, once."""
+        if jax.process_index():
+            return
         self._renew_receipt("")
         for entry, one in self.programs.inspected.items():
             name = f"receipt-length-{split_entry(entry)[1]}.json"
@@ -312,17 +331,14 @@ class _Run:
             return list(self.programs.inspected.values())[-1].receipt
         return self.inspected.receipt
 
-    def steps(self, first_step: int, position: int, progress: Progress):
+    def steps(self, first_step: int, position: int, progress: StepProgress):
         config = self.config
-        bar = progress.add_task(
-            "training", total=config.steps, completed=first_step, status=""
-        )
         with self._batches(position, config.steps - first_step) as data:
             clock = time.perf_counter()
             for step in range(first_step + 1, config.steps + 1):
                 if self._use(self.chooser.policy(step - 1), step - 1):
                     clock = time.perf_counter()
-                batch = jax.device_put(dict(next(data)), self._batch_shardings())
+                batch = self._on_devices(next(data))
                 spent = self.monitor.spent
                 with self._explained(), self.monitor.step(step) as seen:
                     compiled_step = self.inspected.compiled_step
@@ -344,7 +360,7 @@ class _Run:
                 if _due(step, config.snapshot_every, config.steps):
                     self.snapshots.save(self.inspected.program, self.state, position)
                 self.snapshots.check()
-                self._show(progress, bar, record)
+                progress.show(record)
                 clock = time.perf_counter() if _paused(config, step) else clock
 
     def _defragment(self) -> dict[str, float]:
@@ -370,6 +386,8 @@ class _Run:
             seed=config.seed,
             position=position,
             num_sequences=steps * config.batch_size,
+            process_index=self.share[0],
+            process_count=self.share[1],
         )
         if self.buckets:
             return bucket_batches(self.buckets, **options)
@@ -443,36 +461,13 @@ class _Run:
             seq_len=self.config.sequence_length,
             batch_size=self.config.micro_batch_size,
             max_batches=self.config.eval_batches,
+            process_index=self.share[0],
+            process_count=self.share[1],
         ):
-            yield jax.device_put(dict(batch), self._batch_shardings())
+            yield self._on_devices(batch)
 
-    def _batch_shardings(self):
-        batch = self.inspected.program.batch
-        return {name: leaf.sharding for name, leaf in batch.items()}
-
-    def _show(self, progress: Progress, bar: TaskID, record: dict[str, Any]):
-        step, last = record["step"], self.config.steps
-        status = self._status(record)
-        progress.update(bar, completed=step, status=status)
-        if not progress.console.is_terminal and step % max(last // 10, 1) == 0:
-            progress.console.print(
-                f"step {step}/{last}  {status}",
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    def _status(self, record: dict[str, Any]) -> str:
-        parts = [
-            f"loss {record['loss']:.3f}",
-            f"{record['tokens_per_second']:,.0f} tokens/s",
-            f"{record['step_seconds'] * 1000:.0f} ms/step",
-        ]
-        parts += [
-            f"{name.replace('_', ' ')} {value:.3f}"
-            for name, value in record.items()
-            if name.startswith("validation_")
-        ]
-        return "  ".join(parts)
+    def _on_devices(self, batch: Batch) -> dict[str, jax.Array]:
+        return to_devices(batch, self.inspected.program.batch, self.share[1])
 
 
 def _due(step: int, every: int, last: int) -> bool:
@@ -483,14 +478,3 @@ def _paused(config: TrainConfig, step: int) -> bool:
     """Whether something else came between this step and the next."""
     parts = (config.eval_every, config.snapshot_every, config.defragment_every)
     return any(_due(step, every, config.steps) for every in parts)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.completed}/{task.total}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )

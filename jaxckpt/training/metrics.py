@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def no_metrics() -> MetricsLog:
+    """A log that keeps nothing, for processes whose metrics another one writes."""
+    return MetricsLog(Path(os.devnull), 0)
 
 
 def _move_aside(path: Path) -> None:

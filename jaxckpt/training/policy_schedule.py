@@ -9,8 +9,8 @@ Or by the length of a batch's documents, each bucket up to so many tokens:
   ``auto:length:256=none,1024=dots_saveable,4096=full``
 In place of a policy there may be a plan file, ``plan.json``; `train` reads it first.
 
-Every host decides alone and all decide the same: steps and the global loss are
-the same everywhere (headroom is not, and is for one host).
+Every process decides alone and all decide the same: steps and the global loss are
+the same everywhere, and the headroom that they see is the least of all.
 """
 
 import itertools

@@ -40,7 +40,8 @@ class Prepared:
 def prepare(config: TrainConfig, target: Target) -> Prepared:
     """Fits a configuration to a target's devices.
 
-    On the CPU, ``virtual_devices`` or else the mesh says how many it pretends to be.
+    On the CPU, ``virtual_devices`` or else the mesh says how many it pretends to be. Of
+    several processes each has as many, and the mesh goes over those of all.
 
     Raises:
       ConfigError: the mesh does not match the devices, a size does not divide, or the
@@ -50,7 +51,7 @@ def prepare(config: TrainConfig, target: Target) -> Prepared:
     virtual = config.virtual_devices
     if target.text == "cpu":
         virtual = virtual or math.prod(parse_mesh(config.mesh).values())
-    if virtual:
+    if virtual and jax.config.values["jax_num_cpu_devices"] != virtual:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", virtual)
     devices = target.devices()

@@ -2,23 +2,22 @@
 
 A snapshot does not know about policies. Parameters and optimizer moments are stored
 in the canonical layout, a tree per layer, so that a run can go on under another
-policy, layer plan or mesh. Orbax renames a snapshot into place when it is complete;
-a process killed while writing leaves the one before.
+policy, layer plan or mesh, or on another number of processes, each of which writes and
+reads its part. Orbax renames a snapshot into place when it is complete; a process
+killed while writing leaves the one before.
 """
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxckpt.models.presets import EXECUTION_FIELDS, ModelConfig
-from jaxckpt.training.step import Program, State, like_params
+from jaxckpt.training.canonical import canonical_shapes, to_canonical
+from jaxckpt.training.step import Program, State
 
 FORMAT = 1
 
@@ -38,7 +37,7 @@ class Saved:
     Attributes:
       step: optimizer steps done.
       position: sequences of training data consumed.
-      state: in the canonical layout, numpy arrays; see `from_canonical`.
+      state: in the canonical layout; see `jaxckpt.training.canonical`.
       changes: settings that this run has otherwise than the saved one, in words.
     """
 
@@ -156,13 +155,11 @@ class Snapshots:
                 f"no snapshot in {self._folder}; train without --resume first"
             )
         position, run = self._read_meta(step, program.model.config)
-        target = jax.eval_shape(lambda state: _canonical(program, state), program.state)
-        as_numpy = jax.tree.map(
-            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target
+        target = canonical_shapes(program)
+        places = jax.tree.map(
+            lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding), target
         )
-        state = self._restore(
-            state=ocp.args.PyTreeRestore(target, restore_args=as_numpy)
-        )
+        state = self._restore(state=ocp.args.PyTreeRestore(target, restore_args=places))
         return Saved(step, position, state, self._changes(run))
 
     def _changes(self, run: dict[str, Any]) -> tuple[str, ...]:
@@ -231,49 +228,6 @@ class Snapshots:
 def _reason(error: Exception) -> str:
     first_line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line[:300]}"
-
-
-def to_canonical(program: Program, state: State) -> dict[str, Any]:
-    """The state as numpy arrays, its layers as a tree each."""
-    state = {**state, "key": jax.random.key_data(state["key"])}
-    # Copies: on CPU a view would share the buffer that the next step overwrites.
-    return _canonical(program, jax.tree.map(np.array, state))
-
-
-def from_canonical(program: Program, canonical: dict[str, Any]) -> State:
-    """Undoes `to_canonical`, for any program of the same model."""
-    config = program.model.config
-
-    def split(layers):
-        in_order = [layers[f"layer_{index}"] for index in range(config.num_layers)]
-        return program.join_layers(in_order)
-
-    state = _map_layers(canonical, split)
-    state["key"] = jax.random.wrap_key_data(state["key"])
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
-    return jax.device_put(state, shardings)
-
-
-def _canonical(program: Program, state: State) -> dict[str, Any]:
-    def merge(layers):
-        in_order = program.merge_layers(layers)
-        return {f"layer_{index}": layer for index, layer in enumerate(in_order)}
-
-    if jnp.issubdtype(state["key"].dtype, jax.dtypes.prng_key):
-        state = {**state, "key": jax.random.key_data(state["key"])}
-    return _map_layers(state, merge)
-
-
-def _map_layers(state: State, convert: Callable[[Any], Any]) -> State:
-    """Converts the layers of the parameters and of every moment that mirrors them."""
-
-    def of_params(params):
-        return {**params, "layers": convert(params["layers"])}
-
-    moments = like_params(
-        state["opt_state"], state["params"], of_params, lambda leaf: leaf
-    )
-    return {**state, "params": of_params(state["params"]), "opt_state": moments}
 
 
 def _identity(config: ModelConfig) -> dict[str, Any]:

@@ -40,7 +40,7 @@ Batch = dict[str, Any]
 (accumulate, batch_size / accumulate, seq_len)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A training step under one layer plan, ready to lower, compile and run.
 

@@ -15,6 +15,7 @@ import pytest
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.policies import PolicyError
 from jaxckpt.training import inspect, loop
+from jaxckpt.training.canonical import to_canonical
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.metrics import MetricsLog
 from jaxckpt.training.policy_schedule import (
@@ -25,7 +26,6 @@ from jaxckpt.training.policy_schedule import (
     make_chooser,
     parse_schedule,
 )
-from jaxckpt.training.snapshot import to_canonical
 from jaxckpt.training.step import compile_layout_change, same_layout
 
 ROOT = Path(__file__).parents[2]

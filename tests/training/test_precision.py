@@ -10,8 +10,9 @@ import optax
 import pytest
 
 from jaxckpt.training import optim
+from jaxckpt.training.canonical import from_canonical, to_canonical
 from jaxckpt.training.loop import TrainingError, _read
-from jaxckpt.training.snapshot import Snapshots, from_canonical, to_canonical
+from jaxckpt.training.snapshot import Snapshots
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 

@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 
 from jaxckpt.training import metrics as metrics_module
-from jaxckpt.training.snapshot import (
-    SaveError,
-    SnapshotError,
-    Snapshots,
-    from_canonical,
-    to_canonical,
-)
+from jaxckpt.training.canonical import from_canonical, to_canonical
+from jaxckpt.training.snapshot import SaveError, SnapshotError, Snapshots
 
 # test_kill.py has the command's own compilation go on to the last bit.
 pytestmark = pytest.mark.usefixtures("compile_fast")

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxckpt.training.canonical import to_canonical
 from jaxckpt.training.optim import learning_rate_schedule, make_optimizer
-from jaxckpt.training.snapshot import to_canonical
 
 LAYOUTS = [
     ("save:context", True),
