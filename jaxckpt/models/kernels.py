@@ -14,7 +14,6 @@ References:
     .. [1] Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691, section 3.1
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -102,10 +101,25 @@ def block_gradients(
 
 
 def cudnn_attention(causal: bool) -> Callable[..., Array]:
-    """The library's flash attention: query, key, value to the output."""
-    return functools.partial(
-        jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
-    )
+    """The library's flash attention: query, key, value to the output.
+
+    Under `jax.vmap` too, along any axis; the library's own rule wants it in front.
+    """
+
+    def attend(query, key, value):
+        query, key, value = map(_mapped_in_front, (query, key, value))
+        output = jax.nn.dot_product_attention(
+            query, key, value, is_causal=causal, implementation="cudnn"
+        )
+        return _mapped_in_front(output)  # and its cotangent
+
+    return attend
+
+
+def _mapped_in_front(x: Array) -> Array:
+    """The same array, with the axis of a surrounding `jax.vmap` in front of the others,
+    where JAX's rule for reshapes puts it. The compiler leaves nothing of it."""
+    return jax.lax.reshape(jax.lax.reshape(x, (1, *x.shape)), x.shape)
 
 
 def is_cudnn_forward(equation: jex_core.JaxprEqn) -> bool:
