@@ -12,7 +12,8 @@ from pathlib import Path
 from jaxckpt import command_line
 from jaxckpt.bench_config import BenchConfig
 from jaxckpt.models.presets import ConfigError, model_config
-from jaxckpt.training.config import check_divisible, resolve_mesh
+from jaxckpt.training.divisible import check_divisible
+from jaxckpt.training.mesh_sizes import resolve_mesh
 
 PROG = "python -m jaxckpt.bench"
 _QUIET = 5.0  # seconds between two lines of progress that is not shown live

@@ -14,7 +14,9 @@ from jaxckpt import command_line
 from jaxckpt.compiler.targets import Target, check_installed, parse_target
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.plan_config import AUTO_MESH, PlanConfig
-from jaxckpt.training.config import TrainConfig, check_divisible, parse_mesh
+from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.divisible import check_divisible
+from jaxckpt.training.mesh_sizes import parse_mesh
 
 PROG = "python -m jaxckpt.plan"
 

@@ -14,7 +14,8 @@ from jaxckpt import command_line
 from jaxckpt.compiler.targets import Target, check_installed, parse_target
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.report_config import ReportConfig
-from jaxckpt.training.config import check_divisible, parse_mesh, resolve_mesh
+from jaxckpt.training.divisible import check_divisible
+from jaxckpt.training.mesh_sizes import parse_mesh, resolve_mesh
 
 PROG = "python -m jaxckpt.report"
 

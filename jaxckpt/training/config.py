@@ -1,7 +1,6 @@
 """The configuration of a training run, checked before JAX is even imported."""
 
 import dataclasses
-import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from jaxckpt.models.presets import GATHERED, PRESETS, ConfigError, ModelConfig
 from jaxckpt.policies import PolicyError, is_automatic, unknown_names
 from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.mesh_sizes import parse_mesh
-from jaxckpt.training.mesh_sizes import resolve_mesh as resolve_mesh
 from jaxckpt.training.pipeline import PipelineFlags
 from jaxckpt.training.policy_schedule import (
     Schedule,
@@ -150,7 +148,7 @@ class TrainConfig:
             "batch_size",
             self,
             f"does not divide by --accumulate={self.accumulate}; use "
-            f"--batch-size={_round_up(self.batch_size, self.accumulate)}",
+            f"--batch-size={round_up(self.batch_size, self.accumulate)}",
         )
         if self.architecture.positions == "learned":
             most = self.architecture.max_seq_len
@@ -349,116 +347,7 @@ _NOT_NEGATIVE = (
 )
 
 
-def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
-    """Refuses sizes that a mesh would cut unevenly, with the sizes that would do.
-
-    Raises:
-      ConfigError: naming the flag, and its nearest value that would do.
-    """
-    data, fsdp, context, tensor = (
-        sizes.get(axis, 1) for axis in ("data", "fsdp", "context", "tensor")
-    )
-    model = config.architecture
-    shards, of_shards = fsdp, "fsdp"  # of the weights
-    if context > 1:
-        shards, of_shards = fsdp * context, "fsdp x context"
-        _check_context(config, context, sizes)
-    joined = shards * tensor  # what the output projections contract is cut over all
-    of_joined = f"{of_shards} x tensor"
-    of_heads = ("dim", joined, of_joined)
-    if model.head_dim:  # then heads x head_dim is another size than dim
-        parts = joined // math.gcd(joined, model.head_dim)
-        of_heads = ("num_heads", parts, f"what head_dim leaves of {of_joined}")
-    uses = [
-        _of_batch(config, data * fsdp),
-        ("dim", shards, of_shards),
-        ("num_heads", tensor, "tensor"),
-        of_heads,
-        ("num_kv_heads", tensor, "tensor"),
-        ("mlp_dim", joined, of_joined),
-        ("vocab_size", tensor, "tensor"),
-    ]
-    cuts_time = config.sequence_parallel or config.partitions
-    if cuts_time and tensor == 1:
-        raise ConfigError(
-            f"{_what_cuts_time(config)} shards over the tensor axis, and the mesh has "
-            "none; use --mesh=tensor:2 or more"
-        )
-    if _keeps_gathered(config) and joined == tensor:
-        raise ConfigError(
-            f"{GATHERED} are gathered over the fsdp axis, and the mesh has none; use "
-            f"--mesh=fsdp:2 or more, or leave out {GATHERED}"
-        )
-    if context > 1:  # two chunks on each device, see models/ring_attention.py
-        uses.append(("seq_len", 2 * context, "2 x context"))
-    if cuts_time and context > 1:
-        uses.append(("seq_len", context * tensor, "context x tensor"))
-    elif cuts_time:
-        uses.append(("seq_len", tensor, "tensor"))
-    for field, parts, axes in uses:
-        for length in config.schedule.lengths if field == "seq_len" else ():
-            if length % parts:
-                raise ConfigError(
-                    f"--policy-schedule: the bucket of {length} tokens does not divide "
-                    f"over {axes} = {parts}; use {_round_up(length, parts)}"
-                )
-        if _size(config, field) % parts:
-            raise ConfigError(
-                f"{_flag(field)}={_size(config, field)} does not divide over {axes} = "
-                f"{parts}; {_that_would_do(config, field, parts)}"
-            )
-
-
-def _check_context(config: TrainConfig, context: int, sizes: dict[str, int]) -> None:
-    if config.architecture.attention_dropout:
-        raise ConfigError(
-            f"--attention-dropout={config.architecture.attention_dropout} is not "
-            f"available with context:{context} in --mesh; use --attention-dropout=0"
-        )
-    if sizes.get("pipe", 1) > 1:
-        raise ConfigError(
-            "--mesh has both pipe and context, which do not go together; use fsdp or "
-            "tensor in place of one"
-        )
-
-
-def _of_batch(config: TrainConfig, replicas: int) -> tuple[str, int, str]:
-    parts = replicas * config.accumulate
-    if config.pipeline is None:
-        return "batch_size", parts, "data x fsdp x accumulate"
-    axes = "data x fsdp x accumulate x pipeline micro-batches"
-    return "batch_size", parts * config.pipeline.microbatches, axes
-
-
-def _what_cuts_time(config: TrainConfig) -> str:
-    if config.sequence_parallel:
-        return "--sequence-parallel"
-    if config.partition_activations:
-        return "--partition-activations"
-    return next(filter(partitions, config.policies))
-
-
-def _keeps_gathered(config: TrainConfig) -> bool:
-    texts = () if config.is_planned else config.policies
-    plans = [config.layers_of(text) for text in texts]
-    return any(GATHERED in p.names for plan in plans for p in plan.policies())
-
-
-def _that_would_do(config: TrainConfig, field: str, parts: int) -> str:
-    """The nearest multiple that makes a valid configuration, larger ones first."""
-    size = _size(config, field)
-    above = range(_round_up(size, parts), 8 * _round_up(size, parts) + 1, parts)
-    below = range(size // parts * parts, 0, -parts)
-    for value in itertools.chain(above, below):
-        try:
-            _with(config, field, value)
-        except ConfigError:
-            continue
-        return f"use {_flag(field)}={value}"
-    return f"no {_flag(field)} does here; use a smaller --mesh"
-
-
-def _size(config: TrainConfig, field: str) -> int:
+def size_of(config: TrainConfig, field: str) -> int:
     """The size that a field stands for, where 0 means another field's."""
     model = config.architecture
     derived = {
@@ -471,21 +360,15 @@ def _size(config: TrainConfig, field: str) -> int:
     return getattr(config if hasattr(config, field) else model, field)
 
 
-def _with(config: TrainConfig, field: str, value: int) -> TrainConfig:
-    if hasattr(config, field):
-        return dataclasses.replace(config, **{field: value})
-    model = dataclasses.replace(config.architecture, **{field: value})
-    return dataclasses.replace(config, architecture=model)
-
-
 def _require(condition: bool, field: str, config: TrainConfig, problem: str) -> None:
     if not condition:
-        raise ConfigError(f"{_flag(field)}={_size(config, field)} {problem}")
+        raise ConfigError(f"{flag_of(field)}={size_of(config, field)} {problem}")
 
 
-def _flag(field: str) -> str:
+def flag_of(field: str) -> str:
+    """A field as the command line has it."""
     return f"--{field.removeprefix('peak_').replace('_', '-')}"
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -30,7 +30,8 @@ from jaxckpt.compiler.gpu_kinds import GpuKind
 from jaxckpt.compiler.targets import parse_target
 from jaxckpt.models.presets import ConfigError, ModelConfig
 from jaxckpt.planner.solve import Infeasible
-from jaxckpt.training.config import TrainConfig, check_divisible
+from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.divisible import check_divisible
 from jaxckpt.training.mesh_sizes import MESH_AXES
 from jaxckpt.training.pipeline import microbatch_choices
 from jaxckpt.training.reporting import safe_share

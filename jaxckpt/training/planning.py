@@ -29,8 +29,9 @@ from jaxckpt.planner.search import (
 from jaxckpt.planner.solve import Infeasible, Link, Operation, evaluate
 from jaxckpt.policies import parse_policy
 from jaxckpt.schedules.pipeline import PipelineSchedule
-from jaxckpt.training.config import AUTO, SELECTIVE, TrainConfig, resolve_mesh
+from jaxckpt.training.config import AUTO, SELECTIVE, TrainConfig
 from jaxckpt.training.job import Job, ask, run_job
+from jaxckpt.training.mesh_sizes import resolve_mesh
 from jaxckpt.training.pipeline_planning import (
     Microbatches,
     candidates,

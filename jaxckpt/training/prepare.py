@@ -9,12 +9,9 @@ import jax
 from jaxckpt.compiler.targets import Target
 from jaxckpt.models.attention import choose_attention
 from jaxckpt.models.presets import ConfigError
-from jaxckpt.training.config import (
-    TrainConfig,
-    check_divisible,
-    parse_mesh,
-    resolve_mesh,
-)
+from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.divisible import check_divisible
+from jaxckpt.training.mesh_sizes import parse_mesh, resolve_mesh
 from jaxckpt.training.sharding import Placement, make_placement
 
 

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from jaxckpt.models.presets import model_config
-from jaxckpt.training.config import TrainConfig, resolve_mesh
+from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.mesh_sizes import resolve_mesh
 from jaxckpt.training.metrics import MetricsLog
 from jaxckpt.training.sharding import make_placement
 from jaxckpt.training.step import make_program

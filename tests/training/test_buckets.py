@@ -16,7 +16,8 @@ from rich.console import Console
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.training import loop
 from jaxckpt.training.buckets import Order, bucket_batches, make_buckets
-from jaxckpt.training.config import TrainConfig, check_divisible
+from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.divisible import check_divisible
 from jaxckpt.training.snapshot import SnapshotError
 
 # ---------------------------------------------------------------- order

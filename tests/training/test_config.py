@@ -8,12 +8,9 @@ import pytest
 
 from jaxckpt.models.presets import PRESETS, ConfigError, model_config
 from jaxckpt.policies import PolicyError
-from jaxckpt.training.config import (
-    TrainConfig,
-    check_divisible,
-    parse_mesh,
-    resolve_mesh,
-)
+from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.divisible import check_divisible
+from jaxckpt.training.mesh_sizes import parse_mesh, resolve_mesh
 
 
 def error(function, *args, kind=ConfigError, **options) -> str:

@@ -9,7 +9,7 @@ from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.models.presets import ConfigError
-from jaxckpt.training.config import check_divisible
+from jaxckpt.training.divisible import check_divisible
 from jaxckpt.training.inspect import layer_residuals
 from jaxckpt.training.prepare import run_notes
 from jaxckpt.training.snapshot import to_canonical
