@@ -42,6 +42,8 @@ class PipelinedStack(nn.Module):
       plan: the policy, grouping or layer plan of the layers of one chunk.
       axis, cast, constrain_state, constrain_streams: see `jaxckpt.pipeline.pipeline`;
         ``cast`` gets the parameters alone.
+      constrain: places an array, given its logical axes: the gradients of parameters
+        that are made with such axes.
 
     A random stream's keys depend on the layer and, other than in a `Stack`, on the
     micro-batch. Dropout masks do not change with the number of repeats or the plan, but
@@ -75,6 +77,7 @@ class PipelinedStack(nn.Module):
     cast: Callable[[Tree], Tree] = lambda params: params
     constrain_state: Callable[[Tree], Tree] = lambda tree: tree
     constrain_streams: Callable[[Tree], Tree] = lambda tree: tree
+    constrain: Callable[[jax.Array, Sequence[str]], jax.Array] = lambda x, axes: x
 
     @nn.compact
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +88,12 @@ class PipelinedStack(nn.Module):
         block = self.make_block(parent=None)
         size = chunk_size(self.num_layers, self.schedule)
         plan = layer_plan(self.plan, size)
+
+        def init(keys):
+            return block.init(keys, x, *args, **kwargs)
+
         if self.is_initializing():
-            self._init(lambda keys: block.init(keys, x, *args, **kwargs), keys)
+            self._init(init, keys)
             return x  # of any batch
         assert self.scope is not None  # it is, inside a call
 
@@ -105,6 +112,12 @@ class PipelinedStack(nn.Module):
         def cast(values):
             return {**values, "params": self.cast(values["params"])}
 
+        names = _names(jax.eval_shape(init, jax.random.key(0))["params"])
+
+        def constrain_values(values):
+            placed = self._map_named(self.constrain, plan.runs, values["params"], names)
+            return {**values, "params": placed}
+
         keys = {stream: all for stream, all in keys.items() if stream != "params"}
         run = pipeline(
             stage,
@@ -113,6 +126,7 @@ class PipelinedStack(nn.Module):
             cast=cast,
             constrain_state=self.constrain_state,
             constrain_streams=self.constrain_streams,
+            constrain_values=constrain_values,
         )
         params = nn.unbox(self.variables["params"])
         return run({"params": params, "keys": self._chunked(keys)}, x)
@@ -123,31 +137,29 @@ class PipelinedStack(nn.Module):
         other = set(layers) - {"params"}
         if other:
             raise ValueError(f"a pipelined stack keeps no collection {other.pop()!r}")
-        names = jax.tree.map(
-            lambda leaf: leaf.names if isinstance(leaf, nn.Partitioned) else None,
-            layers["params"],
-            is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned),
-        )
+        names = _names(layers["params"])
         params = self._chunked(nn.unbox(layers["params"]))
+        plan = layer_plan(self.plan, chunk_size(self.num_layers, self.schedule))
+        boxed = self._map_named(nn.Partitioned, plan.runs, params, names)
+        for key, tree in boxed.items():
+            self.put_variable("params", key, tree)
 
-        def box(axes, leaf):
+    def _map_named(self, function, runs: Sequence[Run], params: Tree, names: Tree):
+        """Maps ``(array, its logical axes)`` over parameters in a pipeline's layout."""
+
+        def of_leaf(axes, leaf):
             if axes is None:
                 return leaf
             inside = leaf.ndim - 2 - len(axes)
             lead = (STAGE_AXIS, REPEAT_AXIS, *(inside * (LAYER_AXIS,)))
-            return nn.Partitioned(leaf, (*lead, *axes))
+            return function(leaf, (*lead, *axes))
 
-        def boxed(runs: Sequence[Run], params):
-            return {
-                key: boxed(run.group, params[key])
-                if run.group
-                else jax.tree.map(box, names, params[key], is_leaf=_is_names)
-                for key, run in _keyed(runs)
-            }
-
-        plan = layer_plan(self.plan, chunk_size(self.num_layers, self.schedule))
-        for key, tree in boxed(plan.runs, params).items():
-            self.put_variable("params", key, tree)
+        return {
+            key: self._map_named(function, run.group, params[key], names)
+            if run.group
+            else jax.tree.map(of_leaf, names, params[key], is_leaf=_is_names)
+            for key, run in _keyed(runs)
+        }
 
     def _chunked(self, values: Tree) -> Tree:
         """Stacked values (layers, ...) as (stages, repeats, ...) in split layout."""
@@ -235,6 +247,15 @@ def _fold_in(keys: jax.Array, number: jax.Array) -> jax.Array:
     for _ in keys.shape:
         fold = jax.vmap(fold)
     return fold(keys)
+
+
+def _names(params: Tree) -> Tree:
+    """The logical axes of each parameter of a block, None where it has none."""
+    return jax.tree.map(
+        lambda leaf: leaf.names if isinstance(leaf, nn.Partitioned) else None,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned),
+    )
 
 
 def _is_names(leaf: Any) -> bool:

@@ -56,6 +56,7 @@ def pipeline(
     cast: Callable[[Tree], Tree] = _identity,
     constrain_state: Callable[[Tree], Tree] = _identity,
     constrain_streams: Callable[[Tree], Tree] = _identity,
+    constrain_values: Callable[[Tree], Tree] = _identity,
 ) -> Callable[[Tree, Tree], Tree]:
     """Makes a pipeline of a stage function.
 
@@ -70,6 +71,7 @@ def pipeline(
         done once, not in each iteration. Gradients do without its derivative.
       constrain_state, constrain_streams: place a tree of arrays (P, b, ...) and
         (P, C, b, ...) on devices, see the module.
+      constrain_values: places a tree like the values: their gradients, as they add up.
 
     Returns:
       ``(values, inputs) -> outputs`` with values of leaves (P, R, ...), inputs and
@@ -107,7 +109,8 @@ def pipeline(
             return jax.tree.unflatten(treedef, [next(parts[yes]) for yes in is_weight])
 
         loop = _Loop(
-            stage, schedule, axis, merge, cast, constrain_state, constrain_streams
+            *(stage, schedule, axis, merge, cast),
+            *(constrain_state, constrain_streams, constrain_values),
         )
         streams = jax.tree.map(functools.partial(_to_streams, schedule), inputs)
         return jax.tree.map(_from_streams, loop(weights, constants, streams))
@@ -119,7 +122,15 @@ class _Loop:
     """The iterations of one call, and their derivative."""
 
     def __init__(
-        self, stage, schedule, axis, merge, cast, constrain_state, constrain_streams
+        self,
+        stage,
+        schedule,
+        axis,
+        merge,
+        cast,
+        constrain_state,
+        constrain_streams,
+        constrain_values,
     ):
         self.schedule = schedule
         self.rows = schedule.stages
@@ -130,6 +141,7 @@ class _Loop:
         self.cast = cast
         self.constrain_state = constrain_state
         self.constrain_streams = constrain_streams
+        self.constrain_values = constrain_values
         self.stages = jax.vmap(stage, spmd_axis_name=axis)
 
     def __call__(self, weights, constants, streams):
@@ -271,7 +283,7 @@ class _Loop:
             of_weights, x = split.backward(
                 *picked, self._places(t)[1], kept, self.constrain_state(y)
             )
-            gradients = self._add(gradients, of_weights, t)
+            gradients = self._place(self._add(gradients, of_weights, t), constants)
             streams, state = self._take_back(streams, x, t)
             carry = self.constrain_streams(streams), self.constrain_state(state)
             return (carry, gradients), None
@@ -279,12 +291,20 @@ class _Loop:
         streams = self._turn_back(cotangents, sign=-1)
         state = jax.tree.map(lambda stream: jnp.zeros_like(stream[:, 0]), streams)
         gradients = [jnp.zeros_like(leaf) for leaf in weights]
+        gradients = self._place(gradients, constants)
         steps = jnp.arange(self.schedule.iterations, dtype=jnp.int32)
         carry = (streams, state), gradients
         ((streams, state), gradients), _ = lax.scan(
             body, carry, (steps, kept), reverse=True
         )
         return gradients, None, streams
+
+    def _place(self, gradients, constants):
+        """Gradients where the weights are; else the compiler may cut them otherwise and
+        gather them in every iteration."""
+        placed = self.constrain_values(self.merge(gradients, constants))
+        leaves = jax.tree.leaves(placed)
+        return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
     def _add(self, gradients, more, t):
         """Adds an iteration's gradients, (P, ...), to those of all, (P, R, ...)."""

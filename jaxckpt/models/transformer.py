@@ -117,6 +117,7 @@ class Transformer(nn.Module):
             cast=functools.partial(_cast_kernels, config.compute_dtype),
             constrain_state=placed("stages"),
             constrain_streams=placed("stages", "columns"),
+            constrain=self.constrain,
         )
 
     def __call__(

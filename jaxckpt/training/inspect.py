@@ -265,6 +265,7 @@ def lint_program(
     stream = placement.sharding(BETWEEN_LAYERS)
     size = (config.layer_batch_size, config.sequence_length, model.dim)
     input_bytes = itemsize * math.prod(stream.shard_shape(size))
+    input_bytes *= iterations_of(config.pipeline)  # which keep all of theirs
     layers = jax.tree.leaves(program.state["params"]["layers"])
     weights = sum(leaf.size for leaf in layers) * itemsize // model.num_layers
     return [

@@ -18,7 +18,7 @@ from jaxckpt.training.inspect import layer_residuals
 from jaxckpt.training.mesh_sizes import parse_mesh
 from jaxckpt.training.pipeline import microbatch_choices
 from jaxckpt.training.pipeline_planning import sent_bytes
-from jaxckpt.training.snapshot import from_canonical, to_canonical
+from jaxckpt.training.canonical import from_canonical, to_canonical
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
