@@ -13,12 +13,12 @@ from jaxckpt.naming import aval_bytes
 from jaxckpt.policies import PolicyError
 from jaxckpt.receipt import saved_rows
 from jaxckpt.schedules.pipeline import PipelineSchedule
+from jaxckpt.training.canonical import from_canonical, to_canonical
 from jaxckpt.training.divisible import check_divisible
 from jaxckpt.training.inspect import layer_residuals
 from jaxckpt.training.mesh_sizes import parse_mesh
 from jaxckpt.training.pipeline import microbatch_choices
 from jaxckpt.training.pipeline_planning import sent_bytes
-from jaxckpt.training.canonical import from_canonical, to_canonical
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
