@@ -9,6 +9,7 @@ what it decides goes to the others through JAX's coordination service.
 A process is lost when it is killed, when its machine is, or when it sends no heartbeat
 for `HEARTBEAT` seconds. Collectives that break then raise an error; where none is under
 way, JAX aborts the process (see `jaxckpt.training.abort`). Each ends in one line.
+Before they meet nobody is missed: they wait for each other for `MEETING` seconds.
 """
 
 import contextlib

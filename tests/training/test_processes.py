@@ -50,7 +50,7 @@ class Run:
             "JAX_COMPILATION_CACHE_DIR": str(text_file.parent / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        self.metrics = workdir / "metrics.jsonl"
+        self.metrics, self.since = workdir / "metrics.jsonl", 0.0
         self.processes = []
         for index in range(count):
             group = (
@@ -69,11 +69,10 @@ class Run:
 
     def wait_for_lines(self, count):
         while all(process.poll() is None for process in self.processes):
-            if (
-                self.metrics.exists()
-                and self.metrics.read_bytes().count(b"\n") >= count
-            ):
-                return
+            path = self.metrics
+            if path.exists() and path.stat().st_mtime > self.since:
+                if path.read_bytes().count(b"\n") >= count:
+                    return
             time.sleep(0.005)
 
     def ends(self, timeout=120):
@@ -179,13 +178,18 @@ def test_ten_kills_at_random_moments(alone, text_file, tmp_path):
     for kill in range(10):
         before = snapshots(workdir)
         resume = ("--resume",) if before else ()
+        met = workdir / "processes.json"
+        met.unlink(missing_ok=True)
         run = Run(workdir, text_file, 2, *flags, *resume)
         done = before[-1] if before else 0
         went_on_from.append(done)
-        if kill in (3, 7):  # while they start: before, while and after they meet
-            time.sleep(random_.uniform(0, 6))
+        while not met.exists() and run.processes[0].poll() is None:
+            time.sleep(0.005)
+        if kill in (3, 7):  # while they load and compile
+            time.sleep(random_.uniform(0, 4))
         else:
             room = (steps - done) // (11 - kill)
+            run.since = met.stat().st_mtime  # lines before are of the last run
             run.wait_for_lines(done + random_.randint(1, 2 * room))
             time.sleep(random_.uniform(0, 0.02))
         victim = random_.randrange(2)
