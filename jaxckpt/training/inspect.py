@@ -23,6 +23,7 @@ from jaxckpt.receipt import CompiledStep, make_receipt
 from jaxckpt.remat import checkpoint
 from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.gradients import uses_dropout
 from jaxckpt.training.host_memory import PINNED, host_memory, state_note
 from jaxckpt.training.pipeline import describe
 from jaxckpt.training.policy_schedule import split_entry
@@ -33,7 +34,6 @@ from jaxckpt.training.step import (
     compile_layout_change,
     make_program,
     same_layout,
-    uses_dropout,
 )
 from jaxckpt.units import format_bytes
 

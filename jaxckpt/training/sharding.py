@@ -57,11 +57,14 @@ class Placement:
         between the tensor-parallel regions (Korthikanti et al. 2022).
       partition_activations: shard what goes from layer to layer, and so what a
         checkpointed layer keeps, over ``tensor``; gathered where it is computed with.
+      within_replica: arrays are what one replica has, in a function that is mapped
+        over ``data``.
     """
 
     mesh: Mesh
     sequence_parallel: bool = False
     partition_activations: bool = False
+    within_replica: bool = False
 
     def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
         """The sharding of an array with these logical axes."""
@@ -73,6 +76,8 @@ class Placement:
             "layer_time": cut_time if cut else "context",
         }
         parts = [rules[axis] if axis else None for axis in axes]
+        if self.within_replica:
+            parts = [_without(part, "data") for part in parts]
         return NamedSharding(self.mesh, PartitionSpec(*parts))
 
     def constrain(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -121,7 +126,14 @@ class Placement:
         """The devices that time is cut over, for `Transformer`; None when it is not."""
         if self.mesh.shape["context"] == 1:
             return None
-        return Ring(self.mesh, "context", _RULES["batch"], (_RULES["heads"],))
+        batch = self.sharding(("batch",)).spec[0]
+        return Ring(self.mesh, "context", batch, (_RULES["heads"],))
+
+
+def _without(part: Any, axis: str) -> Any:
+    if isinstance(part, tuple):
+        return tuple(one for one in part if one != axis)
+    return None if part == axis else part
 
 
 def make_placement(

@@ -11,13 +11,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxckpt.layers import LayerPlan
 from jaxckpt.linen_pipeline import join_chunks, merge_chunks
 from jaxckpt.models.transformer import Transformer
 from jaxckpt.stack import join_layers, merge_layers
 from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.gradients import make_gradients, make_model
 from jaxckpt.training.host_memory import host_memory
 from jaxckpt.training.optim import (
     first_loss_scale,
@@ -93,14 +93,7 @@ def make_program(
     """
     architecture = config.architecture
     plan = plan or config.layers
-    model = Transformer(
-        architecture,
-        plan,
-        placement.constrain,
-        ring=placement.ring,
-        pipeline=config.pipeline,
-        gather_outputs=placement.gathers_outputs,
-    )
+    model = make_model(config, placement, plan)
     optimizer = make_optimizer(config)
     host = host_memory(placement.mesh.devices.flat[0])
     offload = config.offload_optimizer != "none"
@@ -159,43 +152,7 @@ def make_program(
             lambda _: placement.replicated, abstract["loss_scale"]
         )
 
-    def loss_sum(params, micro_batch, key) -> Any:
-        rngs = {"dropout": key} if uses_dropout(architecture) else {}
-        return model.apply(
-            {"params": params},
-            micro_batch["inputs"],
-            micro_batch["targets"],
-            micro_batch["weights"],
-            deterministic=not rngs,
-            rngs=rngs,
-        )
-
-    def loss_and_gradient(params, micro_batch, key, factor):
-        """The sum of the losses, and the gradient of ``factor`` times it."""
-        if not scaled:
-            return jax.value_and_grad(loss_sum)(params, micro_batch, key)
-        loss, pull_back = jax.vjp(lambda p: loss_sum(p, micro_batch, key), params)
-        return loss, pull_back(factor)[0]
-
-    def gradients(params, batch, key, factor):
-        """Sums over all tokens of all micro-batches: equal to the full batch."""
-
-        def accumulate(carry, inputs):
-            micro_batch, index = inputs
-            gradient = loss_and_gradient(
-                params, micro_batch, jax.random.fold_in(key, index), factor
-            )
-            return jax.tree.map(jnp.add, carry, gradient), None
-
-        if config.accumulate == 1:
-            micro_batch = jax.tree.map(lambda x: x[0], batch)
-            key = jax.random.fold_in(key, 0)
-            return loss_and_gradient(params, micro_batch, key, factor)
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        zeros = lax.with_sharding_constraint(zeros, param_shardings)
-        start = (jnp.zeros((), jnp.float32), zeros)
-        indices = jnp.arange(config.accumulate)
-        return lax.scan(accumulate, start, (batch, indices))[0]
+    gradients = make_gradients(config, placement, plan, param_shardings)
 
     def step(state, batch):
         key = jax.random.fold_in(state["key"], state["step"])
@@ -364,10 +321,6 @@ def local_bytes(leaf: Any, sharding: Any) -> int:
     """Bytes of an array on one device."""
     shape = sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
-
-
-def uses_dropout(architecture: Any) -> bool:
-    return bool(architecture.dropout or architecture.attention_dropout)
 
 
 def like_params(
