@@ -65,6 +65,8 @@ def gathered_dot_general(
         def backward(residuals, gradient):
             x, kernel = residuals
             kernel = kernel if named else gather(kernel)
+            if "joined" in axes:  # once, for both products
+                gradient = constrain(gradient, ("batch", "time", "residual"))
             # Transposed, not differentiated: the product itself is not made again.
             of_x = jax.linear_transpose(lambda x: multiply(x, kernel), x)
             of_kernel = jax.linear_transpose(lambda kernel: multiply(x, kernel), kernel)

@@ -204,18 +204,21 @@ class Block(nn.Module):
     def __call__(self, x: Float[Array, "batch time dim"], deterministic: bool = True):
         config, constrain = self.config, self.constrain
         residual = ("batch", "residual_time", "residual")
+        # Norms' results are cut before they are gathered: else float32 ones travel.
         dropout = functools.partial(nn.Dropout, config.dropout)
         # The carry of a scan is kept anyway; the name lets a policy offload it. Where
         # it is cut, then on both sides of the name: else what is gathered is kept.
         x = checkpoint_name(constrain(x, BETWEEN_LAYERS), "decoder_layer_input")
         x = constrain(constrain(x, BETWEEN_LAYERS), residual)
 
-        y = constrain(_norm(config, name="attention_norm")(x), _FULL_TIME)
+        y = constrain(_norm(config, name="attention_norm")(x), residual)
+        y = constrain(y, _FULL_TIME)
         y = self._attention(y, deterministic)
         y = dropout(name="attention_dropout")(y, deterministic=deterministic)
         x = constrain(x + y, residual)
 
-        y = constrain(_norm(config, name="mlp_norm")(x), _FULL_TIME)
+        y = constrain(_norm(config, name="mlp_norm")(x), residual)
+        y = constrain(y, _FULL_TIME)
         y = self._mlp(y)
         y = dropout(name="mlp_dropout")(y, deterministic=deterministic)
         return constrain(x + y, BETWEEN_LAYERS)

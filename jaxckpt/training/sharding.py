@@ -110,7 +110,8 @@ class Placement:
     def gathers_outputs(self) -> bool:
         """Whether kernels are cut over ``tensor`` beside what they are gathered on."""
         sizes = self.mesh.shape
-        return sizes["tensor"] > 1 and sizes["fsdp"] * sizes["context"] > 1
+        cut = self.sequence_parallel or sizes["fsdp"] * sizes["context"] > 1
+        return sizes["tensor"] > 1 and cut
 
     @property
     def replicated(self) -> NamedSharding:
