@@ -37,6 +37,8 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     console.print(_numbers(planned))
     console.print(_values(planned))
     console.print(_comparison(planned))
+    for failed in planned.failed:
+        console.print(f"{failed['policy']} does not compile: {failed['error']}")
     used = row["device_total_bytes"] / budget
     console.print(
         f"{used:.1%} of the budget of {format_bytes(budget)} is used (compiled). "

@@ -81,6 +81,7 @@ class PlannedRun:
         where they compile.
       microbatches: of a pipeline: what each number of micro-batches would cost, by the
         model, ascending.
+      failed: rows that do not compile, with their ``error``.
     """
 
     plan: Plan
@@ -88,6 +89,7 @@ class PlannedRun:
     problem: Problem
     rows: list[dict[str, Any]]
     microbatches: Sequence[Microbatches] = ()
+    failed: Sequence[dict[str, Any]] = ()
 
 
 def plan_run(
@@ -204,16 +206,16 @@ def _plan_one(
         )
         problem = dataclasses.replace(problem, stack=stack)
     found = search(problem.stack, budget, compile, progress=progress)
-    rows = []
+    rows, failed = [], []
     if compare:
         policies = ["none", "nothing_saveable", *best_named(problem, config, found)]
         for policy in dict.fromkeys(policies):
             progress(f"compiling {policy}, to compare with")
-            rows.append(compile(policy))
-        rows = [row for row in rows if "error" not in row]
+            row = compile(policy)
+            (failed if "error" in row else rows).append(row)
         found = _adopt(found, rows, budget, problem)
     plan = _plan(config, target, problem, budget, found)
-    return PlannedRun(plan, found, problem, rows)
+    return PlannedRun(plan, found, problem, rows, failed=failed)
 
 
 def _adopt(
