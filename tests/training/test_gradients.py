@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jaxckpt.compiler.hlo import parse_hlo
-from jaxckpt.training.snapshot import to_canonical
+from jaxckpt.training.canonical import to_canonical
 
 SMALL = dict(num_layers=2, dim=16, mlp_dim=32, vocab_size=64)
 

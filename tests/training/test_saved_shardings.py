@@ -9,10 +9,10 @@ from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.models.presets import ConfigError
+from jaxckpt.training.canonical import to_canonical
 from jaxckpt.training.divisible import check_divisible
 from jaxckpt.training.inspect import layer_residuals
 from jaxckpt.training.prepare import run_notes
-from jaxckpt.training.snapshot import to_canonical
 
 STREAM = 4 * 8 * 16 * 32  # bytes of a layer's input: float32, batch, time, dim
 KERNELS = 4 * (4 * 32 * 32 + 3 * 32 * 64)  # bytes of a layer's matrices, float32

@@ -8,9 +8,9 @@ import optax
 import pytest
 
 from jaxckpt.layers import layer_plan
+from jaxckpt.training.canonical import from_canonical, to_canonical
 from jaxckpt.training.host_memory import PINNED, HostMemory, host_memory
 from jaxckpt.training.optim import make_clip, make_rule
-from jaxckpt.training.snapshot import from_canonical, to_canonical
 from jaxckpt.training.update import (
     pieces,
     plain_update,
