@@ -44,8 +44,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.gpu_check_conduct import Section, as_json, conduct, print_section
-from experiments.gpu_check_process import (
+from experiments.gpu.conduct import Section, as_json, conduct, print_section
+from experiments.gpu.process import (
     FAILED,
     STOPPED,
     Row,
@@ -162,8 +162,8 @@ def _write(path: Path, text: str) -> None:
 
 def _rows_here(options: argparse.Namespace) -> Iterator[Row]:
     """The rows of one section, in this process."""
-    from experiments import gpu_check_sections as sections
-    from experiments.gpu_check_sizes import FULL_SIZE, SMALL_SIZE, Ask, read_found
+    from experiments.gpu import sections
+    from experiments.gpu.sizes import FULL_SIZE, SMALL_SIZE, Ask, read_found
 
     ask = Ask(
         SMALL_SIZE if options.small else FULL_SIZE,

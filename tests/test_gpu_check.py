@@ -10,10 +10,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import gpu_check, gpu_check_process
-from experiments.gpu_check_conduct import Section, as_json, conduct, print_section
-from experiments.gpu_check_process import environment, failed_row, row, run_rows
-from experiments.gpu_check_sizes import SMALL_SIZE, read_found
+from experiments import gpu_check
+from experiments.gpu import process
+from experiments.gpu.conduct import Section, as_json, conduct, print_section
+from experiments.gpu.process import environment, failed_row, row, run_rows
+from experiments.gpu.sizes import SMALL_SIZE, read_found
 
 ROOT = Path(__file__).parents[1]
 PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
@@ -130,7 +131,7 @@ def script(tmp_path, text):
     return [str(path)]
 
 
-PRINTS = f"print('noise'); print({gpu_check_process.MARK + json.dumps(GOOD)!r})\n"
+PRINTS = f"print('noise'); print({process.MARK + json.dumps(GOOD)!r})\n"
 
 
 def test_rows_of_a_process_that_hangs_are_kept_and_its_children_end(tmp_path):
@@ -198,7 +199,7 @@ def test_the_parent_does_not_even_import_jax():
 
 def test_what_a_gpu_machine_may_lack_is_not_imported():
     code = (
-        "import sys, experiments.gpu_check_sections, experiments.gpu_check_gradients, "
+        "import sys, experiments.gpu.sections, experiments.gpu.gradients, "
         "jaxckpt.training.row, jaxckpt.training.benchmark_worker; "
         "print(*{name.split('.')[0] for name in sys.modules})"
     )

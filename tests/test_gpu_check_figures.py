@@ -9,24 +9,25 @@ import types
 import jax
 import pytest
 
-from experiments import gpu_check, gpu_check_budgets, gpu_check_steps
-from experiments.gpu_check_budgets import budget_row
-from experiments.gpu_check_gradients import (
+from experiments import gpu_check
+from experiments.gpu import budgets, steps
+from experiments.gpu.budgets import budget_row
+from experiments.gpu.gradients import (
     check,
     largest_difference,
     moved,
     on_host,
 )
-from experiments.gpu_check_process import failed_row, row
-from experiments.gpu_check_sections import (
+from experiments.gpu.process import failed_row, row
+from experiments.gpu.sections import (
     bench,
     compared_row,
     target_like,
     targets,
     timed_row,
 )
-from experiments.gpu_check_sizes import FULL_SIZE, SMALL_SIZE, Ask
-from experiments.gpu_check_steps import memory_row, monitor_row, run_policy
+from experiments.gpu.sizes import FULL_SIZE, SMALL_SIZE, Ask
+from experiments.gpu.steps import memory_row, monitor_row, run_policy
 from jaxckpt.compiler.targets import Target
 from jaxckpt.layers import layer_plan
 from jaxckpt.stack import stack
@@ -153,14 +154,14 @@ def test_a_budget_that_cannot_be_planned_fails_and_the_others_go_on(monkeypatch)
             return [row(policy, "", {}, peak_bytes_in_use=asked[-1])]
         return [failed_row(policy, "stopped after 1 s")]
 
-    monkeypatch.setattr(gpu_check_budgets, "plan_run", plan_run)
-    monkeypatch.setattr(gpu_check_budgets, "policy_rows", policy_rows)
+    monkeypatch.setattr(budgets, "plan_run", plan_run)
+    monkeypatch.setattr(budgets, "policy_rows", policy_rows)
     attached = {"device_total_bytes": 20 * GIB}
     found = {
         "targets": [row("", "", {}, policy="nothing_saveable", attached=attached)],
         "steps": [row("", "", {}, policy="none", device_total_bytes=60 * GIB)],
     }
-    rows = list(gpu_check_budgets.budgets(Ask(FULL_SIZE, False, 100, found)))
+    rows = list(budgets.budgets(Ask(FULL_SIZE, False, 100, found)))
     assert asked == [40 * GIB, 26 * GIB, 54 * GIB]
     assert [list(one["checks"].values()) for one in rows] == [
         [FAILED],
@@ -178,7 +179,7 @@ def test_the_ladder_is_as_long_as_time_allows(monkeypatch):
         asked.append(list(jobs))
         raise RuntimeError
 
-    monkeypatch.setattr("experiments.gpu_check_sections.measure", measure)
+    monkeypatch.setattr("experiments.gpu.sections.measure", measure)
     took = {"steps": [GOOD | {"seconds": 20.0}, GOOD | {"seconds": 10.0}]}
     for seconds, found in ((10, took), (105, took), (1000, took), (1000, {})):
         with pytest.raises(RuntimeError):
@@ -188,7 +189,7 @@ def test_the_ladder_is_as_long_as_time_allows(monkeypatch):
 
 def test_a_device_that_no_target_is_like_is_unknown(monkeypatch):
     monkeypatch.setattr(
-        "experiments.gpu_check_sections.run_job", lambda job, cache: compiled()
+        "experiments.gpu.sections.run_job", lambda job, cache: compiled()
     )
     found = {"device": [row("Radeon", "", {}, target=None)]}
     rows = list(targets(Ask(SMALL_SIZE, True, 10, found)))
@@ -324,7 +325,7 @@ def test_an_attached_gpu_has_an_absent_twin():
 def test_a_steps_peak_is_the_allocators(monkeypatch):
     """With a pretended allocator: it gives out what it is told, before and after."""
     peaks = iter([1000, 2**40])
-    monkeypatch.setattr(gpu_check_steps, "peak_in_use", lambda devices: next(peaks))
+    monkeypatch.setattr(steps, "peak_in_use", lambda devices: next(peaks))
     monkeypatch.setattr(Target, "devices", lambda self: jax.devices()[:1])
     model = dataclasses.replace(SMALL_SIZE.model, num_layers=2, max_seq_len=16)
     sizes = dataclasses.replace(SMALL_SIZE, model=model)

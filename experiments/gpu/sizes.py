@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu_check_process import UNKNOWN, Row
+from experiments.gpu.process import UNKNOWN, Row
 from jaxckpt.models.presets import ModelConfig, model_config
 from jaxckpt.training.config import TrainConfig
 

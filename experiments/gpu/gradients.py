@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from experiments.gpu_check_process import Row, failed_row, failure, row
-from experiments.gpu_check_sizes import Sizes
+from experiments.gpu.process import Row, failed_row, failure, row
+from experiments.gpu.sizes import Sizes
 from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.layers import LayerPlan, layer_plan

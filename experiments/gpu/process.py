@@ -21,7 +21,7 @@ Row = dict[str, Any]
 MARK = "gpu-check-row: "
 PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
 STOPPED = "stopped after"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 _SHOWN = 300  # characters of a failure that are told
 _ENVIRONMENT = {
@@ -79,7 +79,7 @@ def run_rows(
     """Runs a Python module that prints rows.
 
     Args:
-      arguments: of the interpreter: ``["-m", "experiments.gpu_check_steps", ...]``.
+      arguments: of the interpreter: ``["-m", "experiments.gpu.steps", ...]``.
       seconds: after which it is stopped.
       given: its standard input.
       alone: as the head of a group of processes, all of which are stopped with it.

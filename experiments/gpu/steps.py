@@ -1,6 +1,6 @@
 """One policy's steps in a process of its own: its peak, and where its time goes.
 
-    python -m experiments.gpu_check_steps --steps=3 --profiled=5 < job.json
+    python -m experiments.gpu.steps --steps=3 --profiled=5 < job.json
 
 The peak that a backend tells of never goes back, so every policy has a process. It
 takes a `jaxckpt.training.job.Job` as JSON and prints two rows: what the compiler said
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from experiments.gpu_check_process import (
+from experiments.gpu.process import (
     Row,
     failed_row,
     failure,
@@ -26,7 +26,7 @@ from experiments.gpu_check_process import (
     row,
     run_rows,
 )
-from experiments.gpu_check_sizes import Ask
+from experiments.gpu.sizes import Ask
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.targets import Target
@@ -236,7 +236,7 @@ def policy_rows(
     ask: Ask, policy: str, seconds: float, profiled: int, keep: Path | None = None
 ) -> list[Row]:
     """`run_policy` in a process of its own; why it ended early is a row, too."""
-    arguments = ["-m", "experiments.gpu_check_steps"]
+    arguments = ["-m", "experiments.gpu.steps"]
     arguments += [f"--steps={ask.sizes.steps}", f"--profiled={profiled}"]
     if keep:
         arguments.append(f"--keep={keep}")

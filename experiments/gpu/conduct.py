@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.gpu_check_process import (
+from experiments.gpu.process import (
     FAILED,
     PASSED,
     STOPPED,
@@ -24,7 +24,7 @@ class Section:
     """A part of the check.
 
     Attributes:
-      name: also of its function in `experiments.gpu_check_sections`.
+      name: also of its function in `experiments.gpu.sections`.
       question: what it answers.
       weight: its share of the time that is left, against the sections after it.
       least: seconds below which it cannot say anything.

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu_check_process import Row, failed_row, failure, row
-from experiments.gpu_check_sizes import Ask
-from experiments.gpu_check_steps import policy_rows
+from experiments.gpu.process import Row, failed_row, failure, row
+from experiments.gpu.sizes import Ask
+from experiments.gpu.steps import policy_rows
 from jaxckpt.training.job import Job, run_job
 from jaxckpt.training.planning import plan_run
 from jaxckpt.units import format_bytes

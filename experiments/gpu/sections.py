@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu_check_budgets import budgets
-from experiments.gpu_check_process import Row, failed_row, row
-from experiments.gpu_check_sizes import Ask
-from experiments.gpu_check_steps import policy_rows
+from experiments.gpu.budgets import budgets
+from experiments.gpu.process import Row, failed_row, row
+from experiments.gpu.sizes import Ask
+from experiments.gpu.steps import policy_rows
 from jaxckpt.training.benchmark import measure
 from jaxckpt.training.benchmark_rows import summarize
 from jaxckpt.training.job import Job, run_job
@@ -104,7 +104,7 @@ def target_like(platform_name: str, kind: Any) -> str | None:
 
 def gradients(ask: Ask) -> Iterator[Row]:
     """Do offloading policies give the right gradients, from host memory?"""
-    from experiments.gpu_check_gradients import check
+    from experiments.gpu.gradients import check
 
     yield from check(ask.sizes)
 
