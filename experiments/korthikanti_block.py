@@ -129,7 +129,7 @@ def weight_shapes(model: Model) -> dict[str, tuple[tuple[int, ...], tuple[str, .
 STREAM = ("batch", "residual_time", "residual")
 FULL_TIME = ("batch", "time", "residual")
 HEADS = ("batch", "time", "heads", "head_dim")
-SCORES = ("batch", "heads", "time", "time")
+SCORES = ("batch", "heads", "time", "lookup_time")  # keys are whole
 MLP = ("batch", "time", "mlp")
 
 
