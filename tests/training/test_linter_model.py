@@ -42,24 +42,21 @@ def findings(make_config, programs, policy, dtype, gpt):
     return accumulators(lint_step(program.step, program.state, program.batch))
 
 
-def of_model(*marks):
-    every = [
-        (p, d, g) for p in POLICIES for d in ("bfloat16", "float16") for g in (0, 1)
-    ]
-    fast = every[5::7]
-    chosen = every if marks else fast
-    return [pytest.param(*case, marks=marks) for case in chosen]
+EVERY = [
+    *((policy, "bfloat16", gpt) for policy in POLICIES for gpt in (False, True)),
+    *((policy, "float16", False) for policy in ("full", "dots_saveable")),
+]
 
 
-@pytest.mark.parametrize("policy, dtype, gpt", of_model())
+@pytest.mark.parametrize("policy, dtype, gpt", EVERY[5::7])
 def test_no_findings(make_config, programs, policy, dtype, gpt):
-    assert findings(make_config, programs, policy, dtype, bool(gpt)) == []
+    assert findings(make_config, programs, policy, dtype, gpt) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy, dtype, gpt", of_model(pytest.mark.slow))
+@pytest.mark.parametrize("policy, dtype, gpt", EVERY)
 def test_no_findings_under_any_policy(make_config, programs, policy, dtype, gpt):
-    assert findings(make_config, programs, policy, dtype, bool(gpt)) == []
+    assert findings(make_config, programs, policy, dtype, gpt) == []
 
 
 def test_a_run_warns_of_one(make_config, programs, place):

@@ -209,8 +209,8 @@ def test_ten_kills_at_random_moments(alone, text_file, tmp_path):
 
 
 @pytest.mark.slow  # waits for JAX's heartbeats
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_hangs_is_lost_within_a_minute(victim, text_file, tmp_path):
+def test_a_process_that_hangs_is_lost_within_a_minute(text_file, tmp_path):
+    victim = 0  # the one that all others hang on
     run = Run(tmp_path, text_file, 2, "--mesh=data:2", "--steps=100000")
     run.wait_for_lines(3)
     hung, other = run.processes[victim], run.processes[1 - victim]
