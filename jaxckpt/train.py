@@ -83,7 +83,8 @@ def _train(config: TrainConfig, group: Group) -> None:
     prepared = prepare(config, Target("attached"))
     config, mesh = prepared.config, prepared.placement.mesh
     if config.offload_optimizer != "none" and config.check_offload:
-        check_offload(mesh.local_devices[0])
+        copies = config.offload_optimizer == "all"
+        check_offload(mesh.local_devices[0], copies=copies)
     kind = mesh.devices.flat[0].device_kind
     where = f"1 {kind} device"
     policy = config.policy_schedule or config.policy

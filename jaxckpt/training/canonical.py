@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxckpt.training.master import MASTER, without_copy
 from jaxckpt.training.step import Program, State
 
 _HOST, _DEVICE = "pinned_host", "device"
@@ -24,7 +25,7 @@ def to_canonical(program: Program, state: State) -> dict[str, Any]:
     """A copy of the state in host memory, its layers as a tree each.
 
     12 equal layers, stacked in ``state["params"]["layers"]["run_0"]``, become
-    ``["layer_0"]`` to ``["layer_11"]``; the key becomes its data.
+    ``["layer_0"]`` to ``["layer_11"]``; the key becomes its data. Of master weights and a copy, the master.
     """
     return _layout(program).split(state)
 
@@ -52,7 +53,7 @@ class _Layout:
     """
 
     def __init__(self, program: Program):
-        params, depth = program.state["params"], program.model.config.num_layers
+        self._program, depth = program, program.model.config.num_layers
 
         def merge(params):
             layers = program.merge_layers(params["layers"])
@@ -69,7 +70,8 @@ class _Layout:
         key = program.state["key"]
         data = jax.eval_shape(jax.random.key_data, key)
         data = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
-        self._state = {**program.state, "key": data}
+        self._state = without_copy({**program.state, "key": data})
+        params = self._state["params"]
         parts, tree = _parts(self._state)
         on_devices = [shapes(part) if _is_tree(part) else part for part in parts]
         self.canonical = jax.tree.unflatten(
@@ -83,7 +85,8 @@ class _Layout:
         self._join = jax.jit(join, out_shardings=jax.tree.map(_device_sharding, params))
 
     def split(self, state: State) -> dict[str, Any]:
-        parts, tree = _parts({**state, "key": jax.random.key_data(state["key"])})
+        state = {**state, "key": jax.random.key_data(state["key"])}
+        parts, tree = _parts(without_copy(state))
         for index, part in enumerate(parts):
             if _is_tree(part):
                 copy = self._split(_to_memory(part, _DEVICE))
@@ -100,7 +103,22 @@ class _Layout:
             part = self._join(part) if _is_tree(part) else part
             parts[index] = jax.tree.map(_placed, part, wanted[index])
         state = jax.tree.unflatten(tree, parts)
-        return {**state, "key": jax.random.wrap_key_data(state["key"])}
+        state["key"] = jax.random.wrap_key_data(state["key"])
+        return self._with_copy(state)
+
+    def _with_copy(self, state: State) -> State:
+        """Undoes `without_copy`; the cast is the devices'."""
+        like = self._program.state
+        if MASTER not in like:
+            return state
+
+        def cast(params):
+            return jax.tree.map(lambda x, y: x.astype(y.dtype), params, like["params"])
+
+        places = jax.tree.map(_device_sharding, like["params"])
+        here = _to_memory(state["params"], _DEVICE)
+        copy = jax.jit(cast, out_shardings=places)(here)
+        return {**state, "params": copy, MASTER: state["params"]}
 
 
 @functools.lru_cache(maxsize=4)  # else every snapshot would compile again

@@ -56,9 +56,11 @@ class TrainConfig:
     mesh: str = ""
     """Devices per axis, such as data:2,fsdp:2,tensor:2; context:8 cuts long sequences
     and the weights. Default: all on fsdp."""
-    offload_optimizer: Literal["none", "state"] = "none"
-    """Keep the optimizer's moments in pinned host memory, streamed through the device
-    layer by layer during the update: 8 bytes per parameter less on the devices."""
+    offload_optimizer: Literal["none", "state", "all"] = "none"
+    """Keep state in pinned host memory, streamed through the device layer by layer
+    during the update. state: the optimizer's moments, 8 bytes per parameter less on the
+    devices; all: the float32 weights too, of which the devices hold a copy in the
+    compute dtype."""
     check_offload: bool = True
     """With --offload-optimizer: first try it on a small example, and refuse when the
     device gets it wrong."""

@@ -55,14 +55,14 @@ class HostMemory:
         return jax.device_put(tree, getattr(jax.memory.Space, space))
 
 
-def state_note(host: HostMemory, host_bytes: int, platform: str) -> str:
+def state_note(host: HostMemory, what: str, host_bytes: int, platform: str) -> str:
     """Where offloaded state is, and how its bytes were counted, for a receipt."""
     if not host.is_used:
         return (
-            "--offload-optimizer: no pinned host memory can be named here, so the "
-            "state stays on the device; its update is streamed all the same"
+            f"--offload-optimizer: no pinned host memory can be named here, so {what} "
+            "stay on the device; their update is streamed all the same"
         )
-    size = f"{format_bytes(host_bytes)} of optimizer state per device in host memory"
+    size = f"{format_bytes(host_bytes)} of {what} per device in host memory"
     if platform == "cpu":
         return f"{size}: counted, and taken off XLA's arguments; a CPU has one memory"
     if host.way == "declared":

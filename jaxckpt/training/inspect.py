@@ -25,6 +25,7 @@ from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.gradients import uses_dropout
 from jaxckpt.training.host_memory import PINNED, host_memory, state_note
+from jaxckpt.training.master import MASTER
 from jaxckpt.training.pipeline import describe
 from jaxckpt.training.policy_schedule import split_entry
 from jaxckpt.training.sharding import Placement
@@ -229,7 +230,8 @@ def device_room(placement: Placement, state: State | None = None) -> int | None:
       The limit less what others hold; None where the backend does not tell.
     """
     mine: Counter[Any] = Counter()
-    trees = (state["params"], state["opt_state"]) if state else ()
+    names = ("params", "opt_state", MASTER)
+    trees = [state[name] for name in names if name in state] if state else []
     for leaf in jax.tree.leaves(trees):
         if leaf.sharding.memory_kind == PINNED:
             continue
@@ -252,7 +254,15 @@ def offload_notes(
         return ()
     device = placement.mesh.devices.flat[0]
     host = host_memory(device)
-    return (state_note(host, program.host_bytes, device.platform),)
+    what, notes = "optimizer moments", ()
+    if config.offload_optimizer == "all":
+        what = "master weights and optimizer moments"
+        if jnp.dtype(config.architecture.compute_dtype) == jnp.float32:
+            notes = (
+                "--offload-optimizer=all: the model computes in float32, so its copy "
+                "of the weights is as large as they are; =state spares as much",
+            )
+    return (state_note(host, what, program.host_bytes, device.platform), *notes)
 
 
 def lint_program(

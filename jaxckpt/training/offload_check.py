@@ -6,10 +6,12 @@ numbers that differ in every entry and that float32 holds exactly, whatever XLA 
 they must come out equal to the bit, and lie where they should.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -17,20 +19,32 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.training.host_memory import PINNED, HostMemory, host_memory
-from jaxckpt.training.update import Update, split_moments, streamed_update
+from jaxckpt.training.master import compute_copy
+from jaxckpt.training.update import (
+    Gradients,
+    Update,
+    Weights,
+    split_moments,
+    streamed_update,
+)
 
 _LAYERS, _STEPS, _DECAY = 5, 3, 0.5
+_COPY = jnp.bfloat16
 
 
-def check_offload(device: Any) -> None:
+def check_offload(device: Any, *, copies: bool = False) -> None:
     """Runs a small streamed update on one attached device.
+
+    Args:
+      device: to run on.
+      copies: whether the weights are in host memory too, and a copy on the device.
 
     Raises:
       ConfigError: its numbers are wrong, or the state did not stay in host memory.
     """
     host = host_memory(device)
     plan = layer_plan("3xnone+1x2xnone", _LAYERS)
-    fault = find_fault(device, host, plan, make_update(plan, host))
+    fault = find_fault(device, host, make_update(plan, host), copies=copies)
     if fault:
         raise ConfigError(
             f"--offload-optimizer does not work on this {device.device_kind} with jax "
@@ -41,11 +55,12 @@ def check_offload(device: Any) -> None:
 
 def make_update(plan: LayerPlan, host: HostMemory) -> Update:
     """Momentum, streamed: with whole numbers and halves it is exact in float32."""
-    return streamed_update(optax.identity(), optax.trace(_DECAY), plan, host)
+    rule = optax.trace(_DECAY)
+    return streamed_update(lambda gradient, norm: gradient, rule, plan, host)
 
 
 def find_fault(
-    device: Any, host: HostMemory, plan: LayerPlan, update: Update
+    device: Any, host: HostMemory, update: Update, *, copies: bool = False
 ) -> str | None:
     """What an update does wrong on a device, in words."""
     params = _example(_integers(np.random.default_rng(0)))
@@ -56,23 +71,34 @@ def find_fault(
     (moment,), counters, rebuild = split_moments(state[1], params)
     places = rebuild([jax.tree.map(lambda _: host.place(here), moment)], counters)
     places = (state[0], places)
-    step = jax.jit(
-        lambda gradient, state, params: update(gradient, state, params, None),
-        donate_argnums=(1, 2),
-        out_shardings=(here, places),
-    )
-    got, moved = jax.device_put(params, here), jax.device_put(state, places)
+    homes = (host.place(here) if copies else here, here)  # of weights and their copy
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2), out_shardings=(homes, places))
+    def step(gradient, state, weights):
+        gradients = Gradients(gradient, 1.0)
+        weights, state = update(gradients, state, Weights(*weights), None)
+        return (weights.params, weights.copy), state
+
+    copy = compute_copy(params, _COPY) if copies else None
+    got = jax.device_put(params, homes[0]), jax.device_put(copy, here)
+    moved = jax.device_put(state, places)
     want, velocity = params, jax.tree.map(np.zeros_like, params)
     for _ in range(_STEPS):
         got, moved = step(jax.device_put(gradient, here), moved, got)
         velocity = jax.tree.map(lambda v, g: g + _DECAY * v, velocity, gradient)
         want = jax.tree.map(np.add, want, velocity)
     ((found,), *_) = split_moments(moved[1], params)
-    for name, ours, right in ("state", found, velocity), ("weights", got, want):
+    copy = compute_copy(want, _COPY) if copies else None
+    for name, ours, right in (
+        ("state", found, velocity),
+        ("weights", got[0], want),
+        ("copy of the weights", got[1], copy),
+    ):
         pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)
         if not all(np.array_equal(np.asarray(one), other) for one, other in pairs):
             return f"the {name} of a small example came out wrong"
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found)}
+    held = (found, got[0]) if copies else found
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(held)}
     if host.way == "placed" and kinds != {PINNED}:
         return f"the state is in {', '.join(map(str, kinds))} memory after a step"
     return None

@@ -8,7 +8,7 @@ import optax
 
 from jaxckpt.training.config import TrainConfig
 
-_DECAYED = ("kernel", "embedding", "position_embedding", "lm_head")
+_MATRICES = ("kernel", "embedding", "position_embedding", "lm_head")
 
 # Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the start is
 # that of flax.training.dynamic_scale and of PyTorch's GradScaler.
@@ -53,11 +53,25 @@ def make_rule(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
+def clip(gradient: Any, norm: jax.Array, most: float) -> Any:
+    """A part of the gradient as `make_clip` leaves it.
+
+    Args:
+      gradient: of some parameters, or all.
+      norm: the global norm, over all of them.
+      most: the largest that there may be.
+    """
+    small = norm < most
+    return jax.tree.map(lambda g: jnp.where(small, g, g / norm * most), gradient)
+
+
+def is_matrix(path: tuple[Any, ...]) -> bool:
+    """By name, at its place in a tree: stacked layers give every vector two axes."""
+    return path[-1].key in _MATRICES
+
+
 def _decay_mask(params: Any) -> Any:
-    """Decays matrices, by name: stacked layers give every vector two axes."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in _DECAYED, params
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, _: is_matrix(path), params)
 
 
 def needs_loss_scale(config: TrainConfig) -> bool:

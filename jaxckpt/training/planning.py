@@ -329,6 +329,7 @@ def make_problem(job: Job) -> dict[str, Any]:
     from jaxckpt.layers import layer_plan
     from jaxckpt.planner.graph import block_graph
     from jaxckpt.training.inspect import one_layer
+    from jaxckpt.training.master import MASTER
     from jaxckpt.training.prepare import prepare
     from jaxckpt.training.step import make_program
 
@@ -355,10 +356,12 @@ def make_problem(job: Job) -> dict[str, Any]:
         "num_layers": num_layers,
         "static": {
             "weights": state["params"],
-            "optimizer state": state["opt_state"] - program.host_bytes,
+            "optimizer state": state["opt_state"]
+            + state.get(MASTER, 0)
+            - program.host_bytes,
             "batch": sum(map(_local_bytes, jax.tree.leaves(program.batch))),
         },
-        "gradient_bytes": state["params"] + _beside_gradients(config, program),
+        "gradient_bytes": _gradient_bytes(config, program),
         "iterations": config.pipeline.iterations if config.pipeline else 1,
         "stages": config.pipeline.stages if config.pipeline else 1,
         "input_bytes": math.prod(shape) * x.dtype.itemsize,
@@ -375,16 +378,37 @@ def make_problem(job: Job) -> dict[str, Any]:
     }
 
 
-def _beside_gradients(config: TrainConfig, program: Any) -> int:
+def _gradient_bytes(config: TrainConfig, program: Any) -> int:
+    """All gradients, in the dtypes that they are taken or summed in."""
+    import jax
+
+    from jaxckpt.training.master import differentiable, without_copy
+
+    params = without_copy(program.state)["params"]
+    beside = _beside_gradients(config, params["layers"])
+    if config.accumulate == 1 and config.offload_optimizer == "all":
+        taken = jax.eval_shape(differentiable, program.state["params"])
+        params = jax.tree.map(
+            lambda leaf, like: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=like.sharding
+            ),
+            taken,
+            params,
+        )
+    return _local_bytes(params) + beside
+
+
+def _beside_gradients(config: TrainConfig, layers: Any) -> int:
     """Of a pipeline: the layers' weights in the compute dtype, kept for the loop, and
     the gradients of one iteration before they are added."""
     if config.pipeline is None:
         return 0
     import jax.numpy as jnp
 
-    schedule, layers = config.pipeline, _local_bytes(program.state["params"]["layers"])
+    schedule, layers = config.pipeline, _local_bytes(layers)
     itemsize = jnp.dtype(config.architecture.compute_dtype).itemsize
-    cast = layers * itemsize // 4 if itemsize < 4 else 0
+    copied = itemsize == 4 or config.offload_optimizer == "all"  # not for the loop
+    cast = 0 if copied else layers * itemsize // 4
     return cast + layers * itemsize // 4 // schedule.repeats
 
 

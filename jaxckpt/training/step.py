@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxckpt.layers import LayerPlan
 from jaxckpt.linen_pipeline import join_chunks, merge_chunks
@@ -19,7 +18,9 @@ from jaxckpt.stack import join_layers, merge_layers
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.gradients import make_gradients, make_model
 from jaxckpt.training.host_memory import host_memory
+from jaxckpt.training.master import MASTER, compute_copy
 from jaxckpt.training.optim import (
+    clip,
     first_loss_scale,
     learning_rate_schedule,
     make_clip,
@@ -29,11 +30,18 @@ from jaxckpt.training.optim import (
     next_loss_scale,
 )
 from jaxckpt.training.sharding import Placement
-from jaxckpt.training.update import plain_update, split_moments, streamed_update
+from jaxckpt.training.update import (
+    Gradients,
+    Weights,
+    plain_update,
+    split_moments,
+    streamed_update,
+)
 
 State = dict[str, Any]
 """``params``, ``opt_state``, ``step`` (int32) and ``key`` (typed PRNG key); in float16
-also ``loss_scale``, see `jaxckpt.training.optim.first_loss_scale`."""
+also ``loss_scale``, see `jaxckpt.training.optim.first_loss_scale`; with master weights
+in host memory also ``master``, see `jaxckpt.training.master`."""
 
 Batch = dict[str, Any]
 """``inputs``, ``targets`` (int32) and ``weights`` (float32), each of shape
@@ -97,11 +105,12 @@ def make_program(
     optimizer = make_optimizer(config)
     host = host_memory(placement.mesh.devices.flat[0])
     offload = config.offload_optimizer != "none"
-    clip, rule = make_clip(config), make_rule(config)
-    update = plain_update(clip, rule)
+    copies = config.offload_optimizer == "all"
+    update = plain_update(make_clip(config), make_rule(config))
     if offload:
         update = streamed_update(
-            *(clip, rule, plan, host),
+            functools.partial(clip, most=config.clip_norm),
+            *(make_rule(config), plan, host),
             scan=architecture.scan_layers,
             pipeline=config.pipeline,
         )
@@ -118,8 +127,12 @@ def make_program(
     def init_state():
         init_key, key = jax.random.split(jax.random.key(config.seed))
         params = nn.unbox(init_params(init_key))
+        kept: State = {"params": params}
+        if copies:
+            copy = compute_copy(params, architecture.compute_dtype)
+            kept = {"params": copy, MASTER: params}
         state = {
-            "params": params,
+            **kept,
             "opt_state": optimizer.init(params),
             "step": jnp.zeros((), jnp.int32),
             "key": key,
@@ -134,8 +147,9 @@ def make_program(
     if offload:
         moment_shardings = jax.tree.map(host.place, param_shardings)
         moments = split_moments(abstract["opt_state"], abstract["params"])[0]
-        one = jax.tree.map(local_bytes, abstract["params"], param_shardings)
-        host_bytes = len(moments) * sum(jax.tree.leaves(one)) if host.is_used else 0
+        held = [*moments, abstract[MASTER]] if copies else moments
+        sizes = [jax.tree.map(local_bytes, one, param_shardings) for one in held]
+        host_bytes = sum(jax.tree.leaves(sizes)) if host.is_used else 0
     shardings = {
         "params": param_shardings,
         "opt_state": like_params(
@@ -147,6 +161,8 @@ def make_program(
         "step": placement.replicated,
         "key": placement.replicated,
     }
+    if copies:
+        shardings[MASTER] = moment_shardings
     if scaled:
         shardings["loss_scale"] = jax.tree.map(
             lambda _: placement.replicated, abstract["loss_scale"]
@@ -159,13 +175,17 @@ def make_program(
         tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         scale: Any = state["loss_scale"]["scale"] if scaled else None
         factor = scale / tokens if scaled else None
-        loss, grads = gradients(state["params"], batch, key, factor)
-        divisor = scale if scaled else tokens
-        grads = jax.tree.map(lambda gradient: gradient / divisor, grads)
-        norm = optax.tree.norm(grads)
+        loss, sums = gradients(state["params"], batch, key, factor)
+        grads = Gradients(sums, scale if scaled else tokens)
+        norm = grads.norm
         finite = jnp.isfinite(norm) if scaled else None
-        params, opt_state = update(grads, state["opt_state"], state["params"], finite)
-        new_state = {**state, "params": params, "opt_state": opt_state}
+        weights = Weights(state["params"])
+        if copies:
+            weights = Weights(state[MASTER], state["params"])
+        weights, opt_state = update(grads, state["opt_state"], weights, finite)
+        new_state = {**state, "params": weights.params, "opt_state": opt_state}
+        if copies:
+            new_state |= {"params": weights.copy, MASTER: weights.params}
         metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
         count = state["step"]
         if finite is not None:
@@ -251,29 +271,40 @@ def compile_layout_change(old: Program, new: Program) -> Callable[[State], State
     target = new.state["params"]["layers"]
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
     jitted = jax.jit(convert, donate_argnums=0, out_shardings=shardings)
+    layers = old.state["params"]["layers"]
+    old_moment, *_ = split_moments(old.state["opt_state"], old.state["params"])[0]
+    new_moment, *_ = split_moments(new.state["opt_state"], new.state["params"])[0]
+    moment_layers = jax.tree.map(
+        lambda leaf, like: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=like.sharding
+        ),
+        old_moment["layers"],
+        layers,
+    )
     with warnings.catch_warnings():
         # No array takes another's place, but all are freed: what is wanted.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        move = jitted.lower(old.state["params"]["layers"]).compile()
-
-    new_moment, *_ = split_moments(new.state["opt_state"], new.state["params"])[0]
+        move = move_moment = jitted.lower(layers).compile()
+        if MASTER in old.state:  # then parameters have another dtype than moments
+            move_moment = jitted.lower(moment_layers).compile()
 
     def place(tree, like):
         return jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, like))
 
     def change(state: State) -> State:
-        def of_params(params):
-            return {**params, "layers": move(params["layers"])}
-
         def of_moment(moment):
             """By way of the device, where the layers are joined anew."""
             here = place(moment, old.state["params"])
-            return place(of_params(here), new_moment)
+            moved = {**here, "layers": move_moment(here["layers"])}
+            return place(moved, new_moment)
 
-        moments = like_params(
-            state["opt_state"], state["params"], of_moment, lambda leaf: leaf
-        )
-        return {**state, "params": of_params(state["params"]), "opt_state": moments}
+        params = state["params"]
+        moments = like_params(state["opt_state"], params, of_moment, lambda leaf: leaf)
+        new_state = {**state, "opt_state": moments}
+        if MASTER in state:
+            new_state[MASTER] = of_moment(state[MASTER])
+        new_state["params"] = {**params, "layers": move(params["layers"])}
+        return new_state
 
     return change
 
@@ -298,20 +329,17 @@ def _init_piecewise(
     def init() -> State:
         abstract = jax.eval_shape(init_state)
         places, counters, _ = split_moments(shardings["opt_state"], shardings["params"])
-        *_, rebuild = split_moments(abstract["opt_state"], abstract["params"])
+        zero, _, rebuild = split_moments(abstract["opt_state"], abstract["params"])
         state = jax.jit(
             but_moments, out_shardings={**shardings, "opt_state": counters}
         )()
-        moments = [
-            jax.tree.map(
-                lambda leaf, place: jax.block_until_ready(
-                    zeros(leaf.shape, leaf.dtype, place)()
-                ),
-                abstract["params"],
-                place,
-            )
-            for place in places
-        ]
+        moments = jax.tree.map(
+            lambda leaf, place: jax.block_until_ready(
+                zeros(leaf.shape, leaf.dtype, place)()
+            ),
+            zero,
+            places,
+        )
         return {**state, "opt_state": rebuild(moments, state["opt_state"])}
 
     return init

@@ -27,9 +27,48 @@ from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.stack import layout_keys
 from jaxckpt.training.host_memory import HostMemory
 
-Update = Callable[[Any, Any, Any, jax.Array | None], tuple[Any, Any]]
-"""``(gradients, opt_state, params, finite) -> (params, opt_state)``; where ``finite``
+
+@dataclass(frozen=True)
+class Gradients:
+    """A step's gradients as they come.
+
+    Attributes:
+      sums: over the tokens, each in the dtype that it was taken in.
+      divisor: what makes them means.
+    """
+
+    sums: Any
+    divisor: jax.Array | float
+
+    def mean(self, part: Any) -> Any:
+        """A part of the sums, or all of them, as float32 means."""
+        return jax.tree.map(lambda g: g.astype(jnp.float32) / self.divisor, part)
+
+    @functools.cached_property
+    def norm(self) -> jax.Array:
+        """The global norm of the means."""
+        return optax.tree.norm(self.mean(self.sums))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters, and the copy of them that the model computes with, if it does.
+
+    Attributes:
+      params: float32.
+      copy: of `jaxckpt.training.master.compute_copy`.
+    """
+
+    params: Any
+    copy: Any = None
+
+
+Update = Callable[[Gradients, Any, Weights, jax.Array | None], tuple[Weights, Any]]
+"""``(gradients, opt_state, weights, finite) -> (weights, opt_state)``; where ``finite``
 is given and false, both stay as they were."""
+
+Clip = Callable[[Any, jax.Array], Any]
+"""``(gradient, norm) -> gradient`` of some parameters, given the global norm."""
 
 Path = tuple[str, ...]
 
@@ -61,16 +100,18 @@ def plain_update(
     """
     optimizer = optax.chain(clip, rule)
 
-    def update(gradients, opt_state, params, finite):
-        updates, new_state = optimizer.update(gradients, opt_state, params)
+    def update(gradients, opt_state, weights, finite):
+        params, mean = weights.params, gradients.mean(gradients.sums)
+        updates, new_state = optimizer.update(mean, opt_state, params)
         new = optax.apply_updates(params, updates), new_state
-        return _choose(finite, new, (params, opt_state))
+        params, opt_state = _choose(finite, new, (params, opt_state))
+        return Weights(params), opt_state
 
     return update
 
 
 def streamed_update(
-    clip: optax.GradientTransformation,
+    clip: Clip,
     rule: optax.GradientTransformation,
     plan: LayerPlan,
     host: HostMemory,
@@ -78,10 +119,14 @@ def streamed_update(
     scan: bool = True,
     pipeline: PipelineSchedule | None = None,
 ) -> Update:
-    """The update with the moments in host memory.
+    """The update with the moments in host memory, and the parameters where a copy is.
+
+    Gradients are made means, and clipped, as they are needed: there is no second tree
+    of them. The state is that of `plain_update`.
 
     Args:
-      clip, rule: the optimizer, as `plain_update` takes it.
+      clip: the part of the optimizer that needs the norm of all gradients.
+      rule: the part that acts on each parameter by itself, entry by entry.
       plan: the layer plan, which says how the parameters of the layers are stacked.
       host: how host memory is used.
       scan: whether they are stacked at all.
@@ -89,36 +134,40 @@ def streamed_update(
         before those of the plan. Stages are on devices of their own and go together.
     """
 
-    def update(gradients, opt_state, params, finite):
+    def update(gradients, opt_state, weights, finite):
         clip_state, rule_state = opt_state
-        clipped, new_clip_state = clip.update(gradients, clip_state)
+        params, copy, norm = weights.params, weights.copy, gradients.norm
         moments, counters, rebuild = split_moments(rule_state, params)
-        moments = host.arrive(moments)
+        # What is on the host, and what stays on the device: one tree.
+        held, here = (moments, params) if copy is None else ([*moments, params], copy)
+        held = host.arrive(held)
 
-        def of_piece(gradients, moments, params):
-            """New moments and parameters of some parameters, on the device."""
-            updates, state = rule.update(gradients, rebuild(moments, counters), params)
-            new_moments = rebuild.parts(state)[0]
-            new = new_moments, optax.apply_updates(params, updates)
-            return _choose(finite, new, (moments, params))
+        def of_piece(sums, held, here):
+            """What is held, and is here, of some parameters, on the device."""
+            gradient = clip(gradients.mean(sums), norm)
+            *moments, params = [*held, here] if copy is None else held
+            updates, state = rule.update(gradient, rebuild(moments, counters), params)
+            new = rebuild.parts(state)[0], optax.apply_updates(params, updates)
+            moments, params = _choose(finite, new, (moments, params))
+            if copy is None:
+                return moments, params
+            cast = jax.tree.map(lambda x, like: x.astype(like.dtype), params, here)
+            return [*moments, params], cast
 
         for piece in pieces(plan, params, scan=scan, pipeline=pipeline):
             path = piece.path
-            gradient = _get(clipped, path)
-            held = [_get(moment, path) for moment in moments]
-            old = _get(params, path)
-            new_held, new = _stream(of_piece, gradient, held, old, piece, host)
-            params = _set(params, path, new)
-            moments = [
-                _set(moment, path, new)
-                for moment, new in zip(moments, new_held, strict=True)
-            ]
+            sums = _get(gradients.sums, path)
+            old = [_get(tree, path) for tree in held]
+            new, new_here = _stream(of_piece, sums, old, _get(here, path), piece, host)
+            held = [_set(tree, path, one) for tree, one in zip(held, new, strict=True)]
+            here = _set(here, path, new_here)
         # Counters do not depend on parameters: of none at all they are the same.
         nothing = rebuild([{} for _ in moments], counters)
         _, advanced = rule.update({}, nothing, {})
-        new = new_clip_state, rebuild.parts(advanced)[1]
-        new_clip_state, counters = _choose(finite, new, (clip_state, counters))
-        return params, (new_clip_state, rebuild(moments, counters))
+        counters = _choose(finite, rebuild.parts(advanced)[1], counters)
+        *moments, params = [*held, here] if copy is None else held
+        new_state = clip_state, rebuild(moments, counters)
+        return Weights(params, None if copy is None else here), new_state
 
     return update
 
@@ -132,21 +181,21 @@ def _choose(finite: jax.Array | None, new: Any, old: Any) -> Any:
 
 def _stream(
     of_piece: Callable[..., tuple[Any, Any]],
-    gradient: Any,
-    moments: Any,
-    params: Any,
+    sums: Any,
+    held: Any,
+    here: Any,
     piece: Piece,
     host: HostMemory,
 ) -> tuple[Any, Any]:
     """Updates one piece, entry by entry along its leading axes, in place."""
 
-    def once(gradient, moments, params):
-        moments, params = of_piece(gradient, host.to_device(moments), params)
-        return host.to_host(moments), params
+    def once(sums, held, here):
+        held, here = of_piece(sums, host.to_device(held), here)
+        return host.to_host(held), here
 
     whole, length = piece.whole, math.prod(piece.lead)
     if length == 1:
-        return once(gradient, moments, params)
+        return once(sums, held, here)
 
     def start(leaf, index):
         return [0] * whole + [*index] + [0] * (leaf.ndim - whole - len(index))
@@ -166,12 +215,12 @@ def _stream(
         return jax.tree.map(one, tree, entry)
 
     def body(carry, index):
-        new = once(take(gradient, index), *take(carry, index))
+        new = once(take(sums, index), *take(carry, index))
         return put(carry, new, index), None
 
     indices = np.unravel_index(np.arange(length), piece.lead)
     indices = tuple(one.astype(np.int32) for one in indices)
-    return lax.scan(body, (moments, params), indices)[0]
+    return lax.scan(body, (held, here), indices)[0]
 
 
 def pieces(

@@ -1,8 +1,10 @@
 """The streamed update: the plain one's numbers, with the moments in host memory."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,8 +12,11 @@ import pytest
 from jaxckpt.layers import layer_plan
 from jaxckpt.training.canonical import from_canonical, to_canonical
 from jaxckpt.training.host_memory import PINNED, HostMemory, host_memory
-from jaxckpt.training.optim import make_clip, make_rule
+from jaxckpt.training.master import compute_copy
+from jaxckpt.training.optim import clip, make_clip, make_rule
 from jaxckpt.training.update import (
+    Gradients,
+    Weights,
     pieces,
     plain_update,
     split_moments,
@@ -103,23 +108,32 @@ def example(config, plan):
     trees, counters, rebuild = split_moments(make_rule(config).init(params), params)
     trees = [jax.tree.map(lambda x: abs(values(*x.shape)), tree) for tree in trees]
     counters = [np.int32(3) for _ in counters]
-    gradients = jax.tree.map(lambda x: values(*x.shape), params)
+    gradients = jax.tree.map(lambda x: jnp.asarray(values(*x.shape)), params)
     return gradients, (optax.EmptyState(), rebuild(trees, counters)), params
 
 
 def test_the_update_itself_is_equal_to_the_bit(make_config):
     config = make_config()
-    optimizer = make_clip(config), make_rule(config)
+    rule = make_rule(config)
     plan = layer_plan("2xnone+1xfull+2x(2xfull)", 7)
-    arguments = example(config, plan)
-    streamed = streamed_update(*optimizer, plan, HostMemory("none"))
+    sums, state, params = example(config, plan)
+    gradients = Gradients(sums, np.float32(3))
+    most = functools.partial(clip, most=config.clip_norm)
+    streamed = streamed_update(most, rule, plan, HostMemory("none"))
+    copy = compute_copy(params, "bfloat16")
     for finite in None, np.bool_(False):
         with jax.disable_jit():  # compiled, XLA contracts other sums in other loops
-            want = plain_update(*optimizer)(*arguments, finite)
-            got = streamed(*arguments, finite)
-        assert jax.tree.structure(got) == jax.tree.structure(want)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-        moved = np.any(got[0]["embedding"] != arguments[2]["embedding"])
+            plain = plain_update(make_clip(config), rule)
+            weights, want = plain(gradients, state, Weights(params), finite)
+            want = want, weights.params
+            for held in Weights(params), Weights(params, copy):
+                weights, got = streamed(gradients, state, held, finite)
+                got = got, weights.params
+                assert jax.tree.structure(got) == jax.tree.structure(want)
+                jax.tree.map(np.testing.assert_array_equal, got, want)
+        cast = compute_copy(want[1], "bfloat16")
+        jax.tree.map(np.testing.assert_array_equal, weights.copy, cast)
+        moved = np.any(got[1]["embedding"] != params["embedding"])
         assert moved == (finite is None)
 
 
