@@ -25,7 +25,8 @@ def to_canonical(program: Program, state: State) -> dict[str, Any]:
     """A copy of the state in host memory, its layers as a tree each.
 
     12 equal layers, stacked in ``state["params"]["layers"]["run_0"]``, become
-    ``["layer_0"]`` to ``["layer_11"]``; the key becomes its data. Of master weights and a copy, the master.
+    ``["layer_0"]`` to ``["layer_11"]``; the key becomes its data. Of master
+    weights and a copy of them it is the master.
     """
     return _layout(program).split(state)
 

@@ -58,4 +58,3 @@ def without_copy(state: dict[str, Any]) -> dict[str, Any]:
         return state
     rest = {name: part for name, part in state.items() if name != MASTER}
     return {**rest, "params": state[MASTER]}
-

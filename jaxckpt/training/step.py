@@ -127,19 +127,21 @@ def make_program(
     def init_state():
         init_key, key = jax.random.split(jax.random.key(config.seed))
         params = nn.unbox(init_params(init_key))
-        kept: State = {"params": params}
-        if copies:
-            copy = compute_copy(params, architecture.compute_dtype)
-            kept = {"params": copy, MASTER: params}
         state = {
-            **kept,
+            "params": params,
             "opt_state": optimizer.init(params),
             "step": jnp.zeros((), jnp.int32),
             "key": key,
         }
         return state | ({"loss_scale": first_loss_scale()} if scaled else {})
 
+    def to_copy(params):
+        return compute_copy(params, architecture.compute_dtype)
+
     abstract = jax.eval_shape(init_state)
+    if copies:
+        params = abstract["params"]
+        abstract |= {"params": jax.eval_shape(to_copy, params), MASTER: params}
     boxed = jax.eval_shape(init_params, jax.random.key(0))
     param_shardings = placement.of_boxed(boxed)
     moment_shardings = param_shardings
@@ -213,8 +215,8 @@ def make_program(
     return Program(
         plan=plan,
         model=model,
-        init=_init_piecewise(init_state, shardings)
-        if host_bytes
+        init=_init_piecewise(init_state, shardings, to_copy)
+        if offload
         else jax.jit(init_state, out_shardings=shardings),
         step=jax.jit(
             step,
@@ -310,12 +312,18 @@ def compile_layout_change(old: Program, new: Program) -> Callable[[State], State
 
 
 def _init_piecewise(
-    init_state: Callable[[], State], shardings: State
+    init_state: Callable[[], State],
+    shardings: State,
+    to_copy: Callable[[Any], Any],
 ) -> Callable[[], State]:
     """Makes the moments, which start at zero, one array after the other.
 
-    One program would make all of them on the device before it moves them off.
+    One program would make all of them on the device before it moves them off. A copy of
+    the weights is made when they are there: in one program XLA rounds them otherwise.
     """
+    places, counters, _ = split_moments(shardings["opt_state"], shardings["params"])
+    made = {**shardings, "opt_state": counters}
+    master = made.pop(MASTER, None)
 
     def but_moments():
         state = init_state()
@@ -328,11 +336,13 @@ def _init_piecewise(
 
     def init() -> State:
         abstract = jax.eval_shape(init_state)
-        places, counters, _ = split_moments(shardings["opt_state"], shardings["params"])
         zero, _, rebuild = split_moments(abstract["opt_state"], abstract["params"])
-        state = jax.jit(
-            but_moments, out_shardings={**shardings, "opt_state": counters}
-        )()
+        state = jax.jit(but_moments, out_shardings=made)()
+        if master:
+            params = state["params"]
+            copy = jax.jit(to_copy, out_shardings=shardings["params"])(params)
+            state |= {"params": copy, MASTER: jax.device_put(params, master)}
+            del params  # from the device
         moments = jax.tree.map(
             lambda leaf, place: jax.block_until_ready(
                 zeros(leaf.shape, leaf.dtype, place)()
