@@ -11,6 +11,7 @@ from jax import lax
 from jaxckpt.layers import LayerPlan
 from jaxckpt.models.transformer import Transformer
 from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.master import differentiable
 from jaxckpt.training.optim import needs_loss_scale
 from jaxckpt.training.sharding import Placement
 
@@ -43,6 +44,9 @@ def make_gradients(
     the replicas add theirs once. Left to the compiler, they would after each use. (Not
     with dropout and without a pipeline: there masks do not depend on the mesh.)
 
+    Sums of micro-batches and of replicas are float32, also where the parameters, and
+    so the gradient of one use, are in the compute dtype.
+
     Args:
       config, placement, plan: the run.
       shardings: of the parameters.
@@ -73,7 +77,7 @@ def _over_replicas(one: Callable, placement: Placement, shardings: Tree) -> Call
     def gradients(params, batch, key, factor):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(replicas))
         losses, found = mapped(params, jax.tree.map(by_replica, batch), keys, factor)
-        found = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), found)
+        found = jax.tree.map(lambda leaf: jnp.sum(leaf, 0, jnp.float32), found)
         return jnp.sum(losses), lax.with_sharding_constraint(found, shardings)
 
     return gradients
@@ -95,6 +99,7 @@ def _accumulated(config: TrainConfig, model: Transformer, shardings: Tree) -> Ca
         )
 
     def loss_and_gradient(params, micro_batch, key, factor):
+        params = differentiable(params)
         if not needs_loss_scale(config):
             return jax.value_and_grad(loss_sum)(params, micro_batch, key)
         loss, pull_back = jax.vjp(lambda p: loss_sum(p, micro_batch, key), params)
@@ -112,7 +117,7 @@ def _accumulated(config: TrainConfig, model: Transformer, shardings: Tree) -> Ca
             micro_batch = jax.tree.map(lambda x: x[0], batch)
             key = jax.random.fold_in(key, 0)
             return loss_and_gradient(params, micro_batch, key, factor)
-        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
         zeros = lax.with_sharding_constraint(zeros, shardings)
         start = (jnp.zeros((), jnp.float32), zeros)
         indices = jnp.arange(config.accumulate)
