@@ -99,7 +99,7 @@ def _accumulated(config: TrainConfig, model: Transformer, shardings: Tree) -> Ca
         )
 
     def loss_and_gradient(params, micro_batch, key, factor):
-        params = differentiable(params)
+        params = differentiable(params, summed=config.pipeline is not None)
         if not needs_loss_scale(config):
             return jax.value_and_grad(loss_sum)(params, micro_batch, key)
         loss, pull_back = jax.vjp(lambda p: loss_sum(p, micro_batch, key), params)

@@ -9,7 +9,8 @@ numbers are those of a run without:
   gradients; they are a share of 1 / dim.
 
 Gradients of kernels come in the compute dtype, as they leave their matmul. Those of
-tables that rows are looked up in are sums over tokens, and are made in float32.
+tables that rows are looked up in are sums over tokens, and are made in float32, as are
+all sums over micro-batches, in a pipeline or not.
 
 Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.1; Ren et al.,
 "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021, where it is on the
@@ -42,11 +43,17 @@ def compute_copy(master: Any, dtype: Any) -> Any:
     )
 
 
-def differentiable(copy: Any) -> Any:
-    """The copy with its tables as float32, so that their gradients are."""
+def differentiable(copy: Any, *, summed: bool = False) -> Any:
+    """The copy with its tables as float32, so that their gradients are.
+
+    Args:
+      copy: of `compute_copy`.
+      summed: whether the model itself adds up gradients of several uses, as a pipeline
+        does, in the dtype of its parameters: then all are float32.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: (
-            leaf.astype(jnp.float32) if path[-1].key in _TABLES else leaf
+            leaf.astype(jnp.float32) if summed or path[-1].key in _TABLES else leaf
         ),
         copy,
     )

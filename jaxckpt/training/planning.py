@@ -361,7 +361,7 @@ def make_problem(job: Job) -> dict[str, Any]:
             - program.host_bytes,
             "batch": sum(map(_local_bytes, jax.tree.leaves(program.batch))),
         },
-        "gradient_bytes": _gradient_bytes(config, placement, program),
+        "gradient_bytes": _gradient_bytes(config, program),
         "iterations": config.pipeline.iterations if config.pipeline else 1,
         "stages": config.pipeline.stages if config.pipeline else 1,
         "input_bytes": math.prod(shape) * x.dtype.itemsize,
@@ -378,7 +378,7 @@ def make_problem(job: Job) -> dict[str, Any]:
     }
 
 
-def _gradient_bytes(config: TrainConfig, placement: Any, program: Any) -> int:
+def _gradient_bytes(config: TrainConfig, program: Any) -> int:
     """All gradients, in the dtypes that they are taken or summed in."""
     import jax
 
@@ -386,8 +386,7 @@ def _gradient_bytes(config: TrainConfig, placement: Any, program: Any) -> int:
 
     params = without_copy(program.state)["params"]
     beside = _beside_gradients(config, params["layers"])
-    replicas = placement.mesh.shape["data"] if config.pipeline else 1
-    added = config.accumulate > 1 or replicas > 1  # in float32
+    added = config.accumulate > 1 or config.pipeline  # in float32
     if config.offload_optimizer == "all" and not added:
         taken = jax.eval_shape(differentiable, program.state["params"])
         params = jax.tree.map(

@@ -87,7 +87,10 @@ def test_five_steps_are_those_of_the_plain_run(
     plain, moved = rounding(plain), rounding(moved)
     want, plain_losses = advance(plain, make_batch, 5)
     got, losses = advance(moved, make_batch, 5)
-    np.testing.assert_allclose(losses, plain_losses, rtol=1e-6)
+    # Loops are fused otherwise, so that masters may differ in their last bit; rarely a
+    # copy's rounding then goes the other way, which is a thousandth in float16.
+    close = 1e-6 if config.architecture.compute_dtype != "float16" else 1e-4
+    np.testing.assert_allclose(losses, plain_losses, rtol=close)
     weights = got["params"] if offload == "state" else got[MASTER]
     assert_same(weights, want["params"], rtol)  # XLA fuses loops otherwise
     assert_same(got["opt_state"], want["opt_state"], rtol)
