@@ -38,6 +38,8 @@ class PlanConfig:
     """Turns of a circular schedule. Default: 2 or the next number that divides."""
     partition_activations: bool = False
     """Shard layer inputs over the tensor axis, as deepspeed:partition does."""
+    offload_optimizer: Literal["none", "state", "all"] = "none"
+    """Count the optimizer's moments, or all state in float32, in host memory."""
     batch_size: int = 16
     """Sequences per optimizer step, over all devices."""
     seq_len: int = 0

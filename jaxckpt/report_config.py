@@ -16,6 +16,7 @@ _OF_MODEL = (
     "mesh",
     "sequence_parallel",
     "partition_activations",
+    "offload_optimizer",
     "batch_size",
     "seq_len",
     "accumulate",
@@ -50,6 +51,8 @@ class ReportConfig:
     """Turns of a circular schedule. Default: 2 or the next number that divides."""
     partition_activations: bool = False
     """Shard layer inputs over the tensor axis, as deepspeed:partition does."""
+    offload_optimizer: Literal["none", "state", "all"] = "none"
+    """Count the optimizer's moments, or all state in float32, in host memory."""
     batch_size: int = 16
     """Sequences per optimizer step, over all devices."""
     seq_len: int = 0

@@ -25,7 +25,7 @@ from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.gradients import uses_dropout
 from jaxckpt.training.host_memory import PINNED, host_memory, state_note
-from jaxckpt.training.master import MASTER
+from jaxckpt.training.master import MASTER, compute_copy
 from jaxckpt.training.pipeline import describe
 from jaxckpt.training.policy_schedule import split_entry
 from jaxckpt.training.sharding import Placement
@@ -328,7 +328,11 @@ def one_layer(
         rngs = {"dropout": key} if uses_dropout(architecture) else {}
         return block.apply({"params": params}, x, deterministic=not rngs, rngs=rngs)
 
-    return OneLayer(apply, (nn.unbox(boxed), x, key), shardings)
+    params = nn.unbox(boxed)
+    if config.pipeline or config.offload_optimizer == "all":  # cast before the layers
+        cast = functools.partial(compute_copy, dtype=architecture.compute_dtype)
+        params = jax.eval_shape(cast, params)
+    return OneLayer(apply, (params, x, key), shardings)
 
 
 def layer_residuals(
