@@ -9,12 +9,14 @@ shipped model `tiny` at 4 and at 12 layers, and of a wider one:
 * profile: time of recomputation over the step's, by the monitor, median of the profiled
   steps, and the medians of every other one of them (two runs);
 * overhead: (step time - step time of everything_saveable) / step time, measured: saving
-  everything removes the recomputation.
+  everything removes the recomputation;
+* saving: what everything_saveable takes longer in forward and backward passes, by the
+  profiles. It writes and reads what others recompute, and that takes time of its own,
+  so that overhead + saving is to be compared with the profile's share.
 
 Layers are unrolled here. In a scan saved values are copied into stacks of all layers
-and back, and on a CPU those copies take as long as recomputing, so that the overhead
-would not tell recomputation apart (measured, `tiny` in a scan: 1.9 % overhead where
-14.8 % of the step recomputes). Unrolled, a saved value stays where it is.
+and back, and on a CPU those copies take as long as recomputing (measured, `tiny` in a
+scan: 1.9 % overhead where 14.8 % of the step recomputes).
 
 Steps of all programs alternate in one process, so that load from outside meets all of
 them; times are medians, differences medians over rounds. On Linux the process starts
@@ -22,8 +24,8 @@ itself again with an allocator that keeps its pages: else a step of many megabyt
 fresh ones from the kernel every time, which took more time than the step (measured:
 160 ms for 62 ms), and more the more is saved.
 
-Expected, on a quiet machine: overhead and profile within 3 points of step time of each
-other, the profile's two runs within 1 point.
+Expected, on a quiet machine: the profile within 3 points of step time of overhead +
+saving, and of the overhead alone where little is recomputed; its two runs within 1.
 """
 
 import argparse
@@ -99,7 +101,8 @@ class Runner:
         return time.perf_counter() - start
 
     def round(self, number: int) -> None:
-        """One timed and one profiled step."""
+        """One timed and one profiled step, both behind another of the same program."""
+        self.run()
         seconds = self.run()
         with self.monitor.step(number + 1) as seen:
             self.run()
@@ -176,7 +179,18 @@ def training_steps(
                 for field in "wall forward recompute backward other idle".split()
             },
         }
+    for row in rows:
+        row["saving_share_of_step"] = saving(row, rows[0])
     return rows
+
+
+def saving(row: dict, base: dict) -> float:
+    """What saving everything costs in place of a policy, by the profiles of both."""
+
+    def spent(one):
+        return one["profiled_ms"]["forward"] + one["profiled_ms"]["backward"]
+
+    return (spent(base) - spent(row)) / row["profiled_ms"]["wall"]
 
 
 def print_rows(result: dict, console: Console) -> None:
@@ -189,6 +203,7 @@ def print_rows(result: dict, console: Console) -> None:
         "two runs",
         "of backward",
         "overhead",
+        "saving",
         "joined",
     ):
         table.add_column(column, justify="left" if column == "policy" else "right")
@@ -201,6 +216,7 @@ def print_rows(result: dict, console: Console) -> None:
             " ".join(f"{share:.1%}" for share in row["profile_share_of_two_runs"]),
             f"{row['profile_share_of_backward']:.1%}",
             f"{row['overhead_share_of_step']:+.1%}",
+            f"{row['saving_share_of_step']:+.1%}",
             f"{row['joined_share']:.1%}",
         )
     console.print(table)
