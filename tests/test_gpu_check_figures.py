@@ -322,6 +322,7 @@ def test_an_attached_gpu_has_an_absent_twin():
 # ---------------------------------------------------------------- steps
 
 
+@pytest.mark.slow
 def test_a_steps_peak_is_the_allocators(monkeypatch):
     """With a pretended allocator: it gives out what it is told, before and after."""
     peaks = iter([1000, 2**40])

@@ -119,6 +119,7 @@ def test_xla_softmax_is_float32_and_context_is_named_in_compute_dtype(dtype):
     assert aval.shape == (BATCH, TIME, HEADS, HEAD_DIM)
 
 
+@pytest.mark.slow
 def test_xla_dropout_repeats_for_a_key_and_keeps_the_mean():
     query, key, value = random_qkv()
     value = jnp.ones_like(value)

@@ -22,7 +22,7 @@ from . import foreign
 
 OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 UNIFORM = ("full", "dots_saveable", "every:2", "every:2/none", "every:3")
-QUICK = ("lstm", "wave_rollout")
+QUICK = ("wave_rollout",)
 SHARES = (0.05, 0.35, 0.7)  # of the way from the least to no checkpointing
 
 

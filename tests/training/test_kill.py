@@ -98,6 +98,7 @@ def uninterrupted(text_file, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_m5_two_kills(uninterrupted, text_file, tmp_path):
     expected = uninterrupted(40)
     workdir = tmp_path / "run"

@@ -325,6 +325,7 @@ def resumed(config, workdir):
     return dataclasses.replace(config, resume=True, workdir=str(workdir))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_fast")
 def test_a_run_killed_between_switches_goes_on_as_it_would_have(
     make_config, run_training, unswitched, killed_at, tmp_path

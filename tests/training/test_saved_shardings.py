@@ -153,6 +153,7 @@ def test_kept_weights_are_not_gathered_again(compiled):
     assert spared == 2 * KERNELS * 3 // 4  # of both layers
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize(
     "mesh", ["data:2,fsdp:2,tensor:2", pytest.param("fsdp:4", marks=pytest.mark.slow)]
