@@ -8,6 +8,8 @@ and what does not fit is left out. Its assumptions, per optimizer step and devic
   2019, arXiv 1909.08053), once more per half that is recomputed, and nothing hides it;
 * weights cut over fsdp and context are gathered in bfloat16 on the way forward and
   back, their gradients reduced in float32, hidden under compute as far as there is any;
+* a ring over context hides keys and values under attention, and not the float32
+  gradients of both (seen in compiled steps);
 * replicas (data) add their float32 gradients once, in the open;
 * a pipeline of P stages and M micro-batches idles (P - 1) / M of its work (Huang et al.
   2019, arXiv 1811.06965);
@@ -263,8 +265,9 @@ def _estimate(
     bubble = (stages - 1) / microbatches * (compute + recompute + in_tensor)
     steps = config.accumulate * iterations
     hidden = steps * _gathered(layer.params * layers // tensor, shards, cluster)
-    hidden += _ring(config, tokens, layers, cluster)
-    exposed = in_tensor + max(0.0, hidden - compute - recompute)
+    ring, of_gradients = _ring(config, tokens, layers, cluster)
+    hidden += ring
+    exposed = in_tensor + of_gradients + max(0.0, hidden - compute - recompute)
     exposed += _all_reduced(state // _STATE_BYTES, cluster)
     if stages > 1:
         sent = 2 * 2 * at_a_time * config.architecture.dim
@@ -342,14 +345,17 @@ def _gathered(params: int, shards: int, cluster: _Cluster) -> float:
     return moved / min(rates)
 
 
-def _ring(config: TrainConfig, tokens: int, layers: int, cluster: _Cluster) -> float:
-    """Seconds to pass keys and values around a context axis, and their gradients."""
+def _ring(
+    config: TrainConfig, tokens: int, layers: int, cluster: _Cluster
+) -> tuple[float, float]:
+    """Seconds around a context axis: of keys and values, and of their gradients."""
     size = cluster.of("context")
     if size == 1:
-        return 0.0
+        return 0.0, 0.0
     model = config.architecture
-    sent = 3 * 2 * 2 * model.kv_heads * model.size_of_head // cluster.of("tensor")
-    return (size - 1) * tokens * layers * sent / cluster.rate("context")
+    each = 2 * model.kv_heads * model.size_of_head // cluster.of("tensor")
+    moves = (size - 1) * tokens * layers * each / cluster.rate("context")
+    return 2 * 2 * moves, 4 * moves  # 16 bits, forward and backward; float32, once
 
 
 def _all_reduced(params: int, cluster: _Cluster) -> float:

@@ -58,34 +58,32 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
 def print_meshes(meshes: Sequence[MeshEstimate], console: Console) -> None:
     """Prints the fastest meshes of a ranking, with what their step time is made of."""
     table = Table(
-        title=f"{min(len(meshes), _MESHES)} fastest of {len(meshes)} meshes that fit, "
-        "per device and step (estimated on paper)",
+        title=f"{min(len(meshes), _MESHES)} fastest of {len(meshes)} meshes that fit; "
+        "GiB, and ms of a step, per device (estimated on paper)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         **_TIGHT,
     )
-    table.add_column("mesh", overflow="fold")
-    for column in (
-        "micro-batches",
-        "state",
-        "activations",
-        "compute",
-        "recompute",
-        "bubble",
-        "exposed",
-        "step",
-    ):
+    table.add_column("mesh", overflow="fold", min_width=20)
+    for column in ("M", "state", "saved", "compute", "again", "idle", "sends", "step"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in meshes[:_MESHES]:
-        parts = (one.compute_seconds, one.recompute_seconds, one.bubble_seconds)
+        sizes = (one.state_bytes, one.activation_bytes)
+        times = (
+            *(one.compute_seconds, one.recompute_seconds, one.bubble_seconds),
+            *(one.exposed_seconds, one.seconds),
+        )
         table.add_row(
             one.text,
             str(one.microbatches) if one.microbatches > 1 else "",
-            format_bytes(one.state_bytes),
-            format_bytes(one.activation_bytes),
-            *map(format_milliseconds, (*parts, one.exposed_seconds, one.seconds)),
+            *(f"{size / 2**30:.1f}" for size in sizes),
+            *(f"{1e3 * seconds:,.0f}" for seconds in times),
         )
     console.print(table)
+    console.print(
+        "M: micro-batches of a pipeline; saved: activations and working memory; again: "
+        "recomputation; sends: collectives in the open"
+    )
 
 
 def _microbatches(planned: PlannedRun) -> Table:
