@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxckpt.training.master import MASTER, without_copy
@@ -62,8 +63,14 @@ class _Layout:
             return {**params, "layers": named}
 
         def join(params):
+            params = lax.with_sharding_constraint(params, between)
             layers = [params["layers"][f"layer_{index}"] for index in range(depth)]
             return {**params, "layers": program.join_layers(layers)}
+
+        def split(params):
+            layers = lax.with_sharding_constraint(merge(params), between)
+            # Copies: what went through as it is would be the state's own array still.
+            return jax.tree.map(jnp.copy, layers)
 
         def shapes(tree):
             return jax.tree.map(_Slice.spread, merge(jax.tree.map(_Slice, tree)))
@@ -78,10 +85,14 @@ class _Layout:
         self.canonical = jax.tree.unflatten(
             tree, [jax.tree.map(_on_host, part) for part in on_devices]
         )
-        # Copies: what went through as it is would be the state's own array still.
+        # A stage's layer goes to all stages and is cut after that: asked for both at
+        # once, XLA makes the array of all layers whole on every device.
+        slices = merge(jax.tree.map(_Slice, params))
+        between = jax.tree.map(
+            lambda one: _device_sharding(one.spread(over_dropped=False)), slices
+        )
         self._split = jax.jit(
-            lambda tree: jax.tree.map(jnp.copy, merge(tree)),
-            out_shardings=jax.tree.map(_device_sharding, shapes(params)),
+            split, out_shardings=jax.tree.map(_device_sharding, shapes(params))
         )
         self._join = jax.jit(join, out_shardings=jax.tree.map(_device_sharding, params))
 
@@ -137,14 +148,22 @@ class _Slice:
         axes = len(index) if isinstance(index, tuple) else 1
         return _Slice(self._leaf, self._dropped + axes)
 
-    def spread(self) -> jax.ShapeDtypeStruct:
-        """Cut also over the mesh axes that it was not cut over before."""
+    def spread(self, over_dropped: bool = True) -> jax.ShapeDtypeStruct:
+        """Cut also over the mesh axes that it was not cut over before.
+
+        Args:
+          over_dropped: also over those that the indices went along.
+        """
         leaf, sharding = self._leaf, self._leaf.sharding
         assert isinstance(sharding, NamedSharding)
         shape, mesh = leaf.shape[self._dropped :], sharding.mesh
         spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
         parts = [_axes(part) for part in spec[self._dropped :]]
-        unused = [axis for axis in mesh.shape if not any(axis in p for p in parts)]
+        used = [*parts] if over_dropped else [*map(_axes, spec)]
+        unused = [axis for axis in mesh.shape if not any(axis in p for p in used)]
+        # Last those that are not cut over between: then what is left is a slice.
+        dropped = [axis for part in spec[: self._dropped] for axis in _axes(part)]
+        unused.sort(key=dropped.__contains__)
         for axis in unused:
             for dimension, (size, part) in enumerate(zip(shape, parts, strict=True)):
                 pieces = mesh.shape[axis]
