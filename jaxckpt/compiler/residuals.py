@@ -95,6 +95,7 @@ def block_residuals(
         if labels.get(var, "") is None:
             continue
         name, named = _label(jaxpr, var, labels)
+        assert name is not None  # weights alone have none, and were left out
         space = str(getattr(var.aval, "memory_space", "")).lower()
         found[var] = Residual(
             name=name,
@@ -183,7 +184,8 @@ def _later_name(jaxpr: jex_core.Jaxpr, var: Any) -> str | None:
         ):
             continue
         name = compat.checkpoint_name_of(equation)
-        if name is not None and equation.outvars[0].aval.size == var.aval.size:
+        result: Any = equation.outvars[0].aval
+        if name is not None and result.size == var.aval.size:
             return name
         if equation.primitive.name not in _BARRIERS:
             reached.update(equation.outvars)

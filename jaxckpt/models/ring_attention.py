@@ -190,9 +190,11 @@ def _pull_back(ring: Ring, implementation: Implementation):
             d_query, d_key_value = total
             d_key_value = _send(ring, d_key_value)  # after the keys it belongs to
             earlier = lax.axis_index(ring.axis) >= distance
+            keys, values = _key_halves(key_value, earlier)
             part, *parts = gradients(
                 _query_halves(query, earlier),
-                *_key_halves(key_value, earlier),
+                keys,
+                values,
                 _query_halves(output, earlier),
                 _query_halves(lse, earlier, axis=2),
                 _query_halves(cotangent, earlier),
