@@ -98,7 +98,8 @@ def test_compiled_memory_falls_by_just_the_other_devices_parts(compiled):
     ],
 )
 def test_gradients_do_not_depend_on_the_partition(gradient, assert_same, policy):
-    assert_same(gradient(policy, "tensor:2"), gradient("none"), rtol=1e-6)
+    # Two devices add up in another order than one.
+    assert_same(gradient(policy, "tensor:2"), gradient("none"), rtol=5e-6)
 
 
 def test_a_partition_needs_a_tensor_axis(make_config):
