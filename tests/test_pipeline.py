@@ -108,7 +108,7 @@ def test_an_iteration_keeps_what_the_plan_keeps(plan, arrays, repeats, saved_byt
     weights, _, x = make(schedule)
     kept = saved_bytes(pipeline(stage, schedule), weights, x["seen"])
     each = LAYERS * arrays * SEQUENCES * WIDTH * 4
-    assert kept == schedule.held_chunks * schedule.stages * each
+    assert kept == schedule.iterations * schedule.stages * each
 
 
 def test_gradients_of_cast_weights_add_up_in_their_own_dtype():

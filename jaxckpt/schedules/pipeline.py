@@ -8,12 +8,10 @@ Every device runs one program, so an iteration takes place in all stages at once
 in the first and last ``stages - 1`` iterations some of them compute what nobody reads.
 
 Sources: Huang et al. 2019, "GPipe" (arXiv 1811.06965); Narayanan et al. 2021,
-"Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv 2104.04473);
-Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3.
+"Efficient Large-Scale Language Model Training on GPU Clusters" (arXiv 2104.04473).
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 
 @dataclass(frozen=True)
@@ -57,43 +55,13 @@ class PipelineSchedule:
 
     @property
     def iterations(self) -> int:
-        """Runs of a chunk by every stage in one pass: R M + P - 1."""
+        """Runs of a chunk by every stage in one pass: R M + P - 1.
+
+        As many, bubbles among them, a stage holds when its backward pass starts.
+        """
         return self.repeats * self.microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
         """The share of a stage's iterations whose results nobody reads."""
         return (self.stages - 1) / self.iterations
-
-    @property
-    def held_chunks(self) -> int:
-        """What a stage holds when its backward pass starts, in chunk-micro-batches.
-
-        All iterations: GPipe's M, or R M in a circular schedule, and the bubble's.
-        """
-        return self.iterations
-
-    @property
-    def held_chunks_1f1b(self) -> Fraction:
-        """What the first stage holds at most under one-forward-one-backward, where a
-        backward pass starts as soon as it can; in chunk-micro-batches.
-
-        Megatron's schedule, interleaved with several repeats: R P (1 + (P - 1) / (P R))
-        chunks, and never more than all. Not run here, where forward comes before
-        backward; for comparison.
-
-        Example:
-          >>> PipelineSchedule(8, 64).held_chunks_1f1b
-          Fraction(8, 1)
-          >>> PipelineSchedule(8, 64, repeats=3).held_chunks_1f1b / 24
-          Fraction(31, 24)
-        """
-        p, r = self.stages, self.repeats
-        interleaved = r * p * (1 + Fraction(p - 1, p * r)) if r > 1 else Fraction(p)
-        return min(interleaved, Fraction(r * self.microbatches))
-
-    def chunk_of_layer(self, layer: int, num_layers: int) -> tuple[int, int, int]:
-        """Where a layer runs: its stage, its repeat, and its place in the chunk."""
-        chunk, place = divmod(layer, num_layers // self.chunks)
-        repeat, stage = divmod(chunk, self.stages)
-        return stage, repeat, place

@@ -86,10 +86,6 @@ class MeshEstimate:
             + self.exposed_seconds
         )
 
-    @property
-    def total_bytes(self) -> int:
-        return self.state_bytes + self.activation_bytes
-
 
 def rank_meshes(config: TrainConfig, target: str, budget: str) -> list[MeshEstimate]:
     """Every mesh of a cluster under which a run fits, the fastest first.
