@@ -128,8 +128,9 @@ class Worker:
         given, told = self._process.stdin, self._process.stdout
         assert given and told
         late = threading.Timer(_TIMEOUT, self._process.kill)
-        late.start()
+        late.daemon = True  # an interrupt before it is cancelled must not wait for it
         try:
+            late.start()
             with contextlib.suppress(BrokenPipeError):
                 given.write(f"{line}\n")
                 given.flush()
