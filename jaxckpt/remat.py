@@ -16,8 +16,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core import lift
-from flax.linen.transforms import lift_transform
 from jax.extend import core as jex_core
 
 from jaxckpt.automatic_names import name_values
@@ -72,10 +70,10 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
     parsed = _block_policy(policy)
     if parsed == NONE:
         return target
-    if isinstance(target, type) and issubclass(target, nn.Module):
-        return _remat_module_class(target, parsed)
-    if isinstance(target, nn.Module):
-        return _remat_module(target, parsed)
+    if is_linen(target):
+        from jaxckpt.remat_linen import remat_linen
+
+        return remat_linen(target, parsed)
     if callable(target):
         return checkpoint(target, parsed, in_loop=False)
     raise TypeError(f"remat wraps functions and Linen modules, not {target!r}")
@@ -144,6 +142,12 @@ def checkpoint(
     return wrapped
 
 
+def is_linen(target: Any) -> bool:
+    """Whether it is a Flax Linen module or a class of them."""
+    cls = target if isinstance(target, type) else type(target)
+    return issubclass(cls, nn.Module)
+
+
 def refuse_modules(arguments: Any) -> None:
     """Refuses Flax NNX modules: their state would be a constant of the trace.
 
@@ -195,49 +199,3 @@ def _block_policy(policy: str | Policy) -> Policy:
             "(use jaxckpt.stack)"
         )
     return parsed
-
-
-@functools.cache  # equal modules, rematted alike, stay equal
-def _remat_module_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
-    """A subclass whose ``__call__`` is checkpointed; named as the class itself."""
-
-    def call(module, args, kwargs):
-        return cls.__call__(module, *args, **kwargs)
-
-    class Rematted(cls):
-        def __call__(self, *args, **kwargs):
-            lifted = lift_transform(_lifted_checkpoint, call, policy)
-            return lifted(self, args, kwargs)
-
-    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
-        setattr(Rematted, attribute, getattr(cls, attribute))
-    return Rematted
-
-
-def _remat_module(module: nn.Module, policy: Policy) -> nn.Module:
-    """The same module, under the same name and parent, seen as its rematted class.
-
-    It is not made anew: a parent's compact method has given it a name already.
-    """
-    rematted = object.__new__(_remat_module_class(type(module), policy))
-    rematted.__dict__.update(module.__dict__)
-    return rematted
-
-
-def _lifted_checkpoint(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """`checkpoint` of a function of a Flax scope, whose variables become arguments.
-
-    As `flax.core.lift.checkpoint`. Variables of modules outside the scope that the
-    function uses too (a shared embedding) are among them.
-    """
-
-    def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args):
-        def pure(variable_groups, rng_groups, *args):
-            scope = scope_fn(variable_groups, rng_groups)
-            outputs = fn(scope, *args)
-            return outputs, repack_fn(scope)
-
-        rematted = checkpoint(pure, policy, in_loop=False)
-        return rematted(variable_groups, rng_groups, *args)
-
-    return lift.pack(inner, (True,), (True,), (True,), name="remat")
