@@ -11,6 +11,8 @@ from jaxckpt.compiler.profile import PhaseTimes, ProfiledProgram, RecomputedValu
 from jaxckpt.device_memory import DeviceMemory
 from jaxckpt.monitor import Monitor, advice, metrics_of, worth_keeping
 
+pytestmark = pytest.mark.xdist_group("monitor")  # what is made once is shared
+
 MIB = 2**20
 
 

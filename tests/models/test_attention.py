@@ -14,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxckpt.models.attention import attention, choose_attention, name_residuals
 
+pytestmark = pytest.mark.xdist_group("attention")  # what is made once is shared
+
 BATCH, TIME, HEADS, HEAD_DIM, LAYERS = 2, 12, 4, 8, 3
 saveable = jax.checkpoint_policies
 

@@ -102,8 +102,13 @@ def compiled_once():
 
 
 def every_function(names=tuple(foreign.FUNCTIONS)):
+    """The tests of one function run in one process, which compiles for all of them."""
     return [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        pytest.param(
+            name,
+            marks=[pytest.mark.xdist_group(f"plan-{name}")]
+            + ([] if name in QUICK else [pytest.mark.slow]),
+        )
         for name in names
     ]
 

@@ -20,6 +20,8 @@ from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.divisible import check_divisible
 from jaxckpt.training.snapshot import SnapshotError
 
+pytestmark = pytest.mark.xdist_group("buckets")  # what is made once is shared
+
 # ---------------------------------------------------------------- order
 
 

@@ -12,7 +12,10 @@ from jaxckpt import defragment as module
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.training import loop
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [
+    pytest.mark.usefixtures("compile_fast"),
+    pytest.mark.xdist_group("defragment"),  # what is made once is shared
+]
 
 
 @pytest.fixture(scope="module")

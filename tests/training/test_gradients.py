@@ -8,6 +8,8 @@ import pytest
 from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.training.canonical import to_canonical
 
+pytestmark = pytest.mark.xdist_group("gradients")  # what is made once is shared
+
 SMALL = dict(num_layers=2, dim=16, mlp_dim=32, vocab_size=64)
 
 

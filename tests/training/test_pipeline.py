@@ -20,7 +20,10 @@ from jaxckpt.training.mesh_sizes import parse_mesh
 from jaxckpt.training.pipeline import microbatch_choices
 from jaxckpt.training.pipeline_planning import sent_bytes
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [
+    pytest.mark.usefixtures("compile_fast"),
+    pytest.mark.xdist_group("pipeline"),  # what is made once is shared
+]
 
 CIRCULAR = {"pipeline_schedule": "circular"}
 

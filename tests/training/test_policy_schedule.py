@@ -28,6 +28,8 @@ from jaxckpt.training.policy_schedule import (
 )
 from jaxckpt.training.step import compile_layout_change, same_layout
 
+pytestmark = pytest.mark.xdist_group("schedule")  # what is made once is shared
+
 ROOT = Path(__file__).parents[2]
 
 # Six switches: names with commas, a grouping, a layer plan, and two ways back.

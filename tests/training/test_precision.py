@@ -14,7 +14,10 @@ from jaxckpt.training.canonical import from_canonical, to_canonical
 from jaxckpt.training.loop import TrainingError, _read
 from jaxckpt.training.snapshot import Snapshots
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [
+    pytest.mark.usefixtures("compile_fast"),
+    pytest.mark.xdist_group("precision"),  # what is made once is shared
+]
 
 # Of the norm of a gradient: some units in the last place of a dtype's matmul inputs.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 3e-2, "float16": 4e-3}

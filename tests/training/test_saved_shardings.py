@@ -14,6 +14,8 @@ from jaxckpt.training.divisible import check_divisible
 from jaxckpt.training.inspect import layer_residuals
 from jaxckpt.training.prepare import run_notes
 
+pytestmark = pytest.mark.xdist_group("shardings")  # what is made once is shared
+
 STREAM = 4 * 8 * 16 * 32  # bytes of a layer's input: float32, batch, time, dim
 KERNELS = 4 * (4 * 32 * 32 + 3 * 32 * 64)  # bytes of a layer's matrices, float32
 

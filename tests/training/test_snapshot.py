@@ -11,7 +11,10 @@ from jaxckpt.training.canonical import from_canonical, to_canonical
 from jaxckpt.training.snapshot import SaveError, SnapshotError, Snapshots
 
 # test_kill.py has the command's own compilation go on to the last bit.
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [
+    pytest.mark.usefixtures("compile_fast"),
+    pytest.mark.xdist_group("snapshot"),  # what is made once is shared
+]
 
 LAYOUTS = [
     ("full", True),

@@ -24,7 +24,10 @@ from jaxckpt.training.update import (
     streamed_update,
 )
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
+pytestmark = [
+    pytest.mark.usefixtures("compile_fast"),
+    pytest.mark.xdist_group("update"),  # what is made once is shared
+]
 
 PLACED = host_memory(jax.devices()[0]).way == "placed"
 
