@@ -33,7 +33,7 @@ def main() -> None:
     command_line.choose_platform()
     group = join(config, PROG)
     with group.watched():
-        _train(_planned(config, group), group)
+        _train(_planned(config, group), group, config.plan)
 
 
 def _planned(config: TrainConfig, group: Group) -> TrainConfig:
@@ -69,10 +69,11 @@ def _planned(config: TrainConfig, group: Group) -> TrainConfig:
     return dataclasses.replace(config, plan="", memory_budget="", **found)
 
 
-def _train(config: TrainConfig, group: Group) -> None:
+def _train(config: TrainConfig, group: Group, plan: str) -> None:
     from jaxckpt.compiler.targets import Target
     from jaxckpt.training.loop import train
     from jaxckpt.training.offload_check import check_offload
+    from jaxckpt.training.plan_files import planned_elsewhere
     from jaxckpt.training.prepare import prepare
 
     console = command_line.make_console(quiet=not group.is_main)
@@ -97,7 +98,7 @@ def _train(config: TrainConfig, group: Group) -> None:
         f"{config.model}: {config.architecture.num_params / 1e6:,.2f} M parameters on "
         f"{where}, policy {policy}, in {config.workdir}"
     )
-    notes = [prepared.attention, *prepared.notes]
+    notes = [prepared.attention, *prepared.notes, *planned_elsewhere(plan, mesh)]
     result = train(config, prepared.placement, notes, console)
     parts = []
     if result.first_loss is None:

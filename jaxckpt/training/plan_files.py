@@ -3,11 +3,16 @@
 import dataclasses
 from typing import Any
 
+from jax.sharding import Mesh
+
+from jaxckpt.compiler.gpu_kinds import KINDS
 from jaxckpt.models.presets import ConfigError
 from jaxckpt.planner.plan import Plan
 from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.mesh_sizes import parse_mesh
 from jaxckpt.training.policy_schedule import is_plan_file, split_entry
+from jaxckpt.units import format_bytes
 
 
 def read_plan(config: TrainConfig) -> TrainConfig:
@@ -45,6 +50,23 @@ def _pipeline_sizes(plan: Plan, here: PipelineSchedule | None) -> dict[str, Any]
         "--pipeline-microbatches": (plan.microbatches, here.microbatches),
         "--pipeline-repeats": (plan.repeats, here.repeats),
     }
+
+
+def planned_elsewhere(path: str, mesh: Mesh) -> tuple[str, ...]:
+    """A note where the plan of a run was compiled for other devices or another mesh."""
+    if not path:
+        return ()
+    plan, kind = Plan.load(path), mesh.devices.flat[0].device_kind
+    word = plan.target.partition(":")[0]
+    planned_kind = KINDS[word].name if word in KINDS else {"cpu": word}.get(word, kind)
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    planned = {axis: n for axis, n in parse_mesh(plan.mesh).items() if n > 1}
+    if kind == planned_kind and sizes == planned:
+        return ()
+    return (
+        f"{path} was compiled for {plan.target}, mesh {plan.mesh}; its budget of "
+        f"{format_bytes(plan.budget_bytes)} was not checked for these devices",
+    )
 
 
 def read_plans(config: TrainConfig) -> str:
