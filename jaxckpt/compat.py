@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -137,3 +139,23 @@ def let_signals_end_it() -> None:
     """
     with contextlib.suppress(AttributeError):
         jax.config.update("jax_enable_preemption_service", False)
+
+
+def in_haiku_transform() -> bool:
+    """Whether this runs inside `haiku.transform`."""
+    if "haiku" not in sys.modules:
+        return False
+    from haiku._src import base
+
+    return base.inside_transform()
+
+
+def thread_haiku_state(transform: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a transformation of pure functions one that `haiku.transform` may contain.
+
+    Parameters, state and random numbers become arguments and results, as they do in
+    `haiku.remat`; Haiku has no public name for it.
+    """
+    from haiku._src import stateful
+
+    return stateful.thread_hk_state_in_kwargs(transform)

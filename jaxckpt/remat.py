@@ -1,12 +1,13 @@
-"""Apply a checkpoint policy to a function or to a Flax Linen module.
+"""Apply a checkpoint policy to a function, or to a module of any framework.
 
-`remat` is `jax.checkpoint` and `flax.linen.remat` without their traps:
+`remat` is `jax.checkpoint` and the frameworks' own ``remat`` without their traps:
 
 * the call behaves as it does without remat: keyword, positional and defaulted
   arguments, Python flags, None, strings and dtypes need no ``static_argnums``,
   since whatever is not an array is closed over;
 * a name that is in no value of the block is an error, not silent full remat;
-* a Linen module keeps its name, so parameters are called the same with and without;
+* a module keeps its name, so parameters are called the same with and without;
+* what a module changes in place (statistics, random counters) changes once;
 * policies are emitted only as JAX's own, which `JAX_REMAT3` keeps as data.
 """
 
@@ -14,26 +15,32 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 from jax.extend import core as jex_core
 
 from jaxckpt.automatic_names import name_values
 from jaxckpt.layers import parse_layers
+from jaxckpt.modules import (
+    is_haiku_transformed,
+    is_linen,
+    is_other_module,
+    refuse_nnx,
+)
 from jaxckpt.naming import check_names, is_array
 from jaxckpt.policies import NONE, Policy, PolicyError
 
 
 def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
-    """Checkpoints a function or a Linen module under a policy.
+    """Checkpoints a function or a module under a policy.
 
     Wrap one *block* of a model, and every block: wrapping a whole model saves
     nothing, since its backward pass recomputes everything at once. For a stack of
     equal blocks use `jaxckpt.stack`, which scans over them.
 
     Args:
-      target: a function of arrays (and anything else), a Linen module class, or
-        a Linen module. Left out, the call is a decorator: ``@remat(policy=...)``.
+      target: a function of arrays (and anything else), a method, a partial; a
+        module of Flax Linen, Flax NNX, Equinox or Haiku, or its class; the pair of
+        `haiku.transform`. Left out, the call is a decorator: ``@remat(policy=...)``.
       policy: a `Policy` or its text; ``"none"`` gives the target back untouched.
 
     Returns:
@@ -42,6 +49,8 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
     Raises:
       PolicyError: an unknown policy; a layer plan, which only a stack can run;
         and, when called, a name that no value in the target carries.
+      TypeError: a target that cannot be called, or a module under a `Plan` of a
+        whole function.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -59,24 +68,54 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
       jaxckpt.policies.PolicyError: no value is named 'hiden' in this block. Did you
       mean 'hidden'? Known names: hidden
 
+      A module, or its class, stays what it is; what it counts, it counts once:
+
+      >>> from flax import nnx
+      >>> class Block(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.dense = nnx.Linear(3, 3, rngs=rngs)
+      ...         self.norm = nnx.BatchNorm(3, rngs=rngs)
+      ...     @remat(policy="full")
+      ...     def hidden(self, x):
+      ...         return jnp.tanh(self.norm(self.dense(x)))
+      ...     def __call__(self, x):
+      ...         return self.hidden(x)
+      >>> block = remat(Block(nnx.Rngs(0)), "dots_saveable")
+      >>> isinstance(block, Block), nnx.grad(lambda b: b(x).sum())(block).norm.scale.shape
+      (True, (3,))
+
+      For Equinox and Haiku see `jaxckpt.remat_modules`.
+
     Source: Chen et al. 2016, arXiv 1604.06174; `jax.checkpoint`.
     """
     if target is None:
         return functools.partial(remat, policy=policy)
+    if is_haiku_transformed(target):
+        return target._replace(apply=remat(target.apply, policy))
+    is_module = is_linen(target) or is_other_module(target)
+    if not is_module and not callable(target):
+        raise TypeError(
+            "remat wraps functions, and modules of Linen, NNX, Equinox and Haiku, not "
+            f"{target!r}"
+        )
     if getattr(policy, "starts", ()):  # a Plan of a function that is cut into stages
+        if is_module:
+            raise TypeError(
+                "a plan of jaxckpt.plan is for the function that was planned, not "
+                "for a module: remat(loss, plan)"
+            )
         from jaxckpt.segments import planned
 
         return planned(target, policy)
     parsed = _block_policy(policy)
     if parsed == NONE:
         return target
-    if is_linen(target):
-        from jaxckpt.remat_linen import remat_linen
+    from jaxckpt.remat_linen import remat_linen
+    from jaxckpt.remat_modules import remat_function, remat_module
 
+    if is_linen(target):
         return remat_linen(target, parsed)
-    if callable(target):
-        return checkpoint(target, parsed, in_loop=False)
-    raise TypeError(f"remat wraps functions and Linen modules, not {target!r}")
+    return (remat_module if is_module else remat_function)(target, parsed)
 
 
 def jax_policy(policy: Policy) -> Callable[..., Any]:
@@ -118,7 +157,7 @@ def checkpoint(
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):
-        refuse_modules((args, kwargs))
+        refuse_nnx((args, kwargs))
         arrays, rebuild = split_static((args, kwargs))
         rebuild_outputs = None
 
@@ -140,37 +179,6 @@ def checkpoint(
         return rebuild_outputs(outputs)
 
     return wrapped
-
-
-def is_linen(target: Any) -> bool:
-    """Whether it is a Flax Linen module or a class of them."""
-    cls = target if isinstance(target, type) else type(target)
-    return issubclass(cls, nn.Module)
-
-
-def refuse_modules(arguments: Any) -> None:
-    """Refuses Flax NNX modules: their state would be a constant of the trace.
-
-    Raises:
-      TypeError: naming what works.
-    """
-    for leaf in jax.tree.leaves(arguments, is_leaf=_is_nnx):
-        if _is_nnx(leaf):
-            raise TypeError(
-                f"{type(leaf).__name__} is a Flax NNX object, whose updates would be "
-                "lost: give the state of nnx.split(module), and nnx.merge it inside"
-            )
-
-
-def _is_nnx(leaf: Any) -> bool:
-    bases = type(leaf).__mro__
-    return any(
-        base.__module__.startswith("flax.nnx") and base.__name__ in _NNX
-        for base in bases
-    )
-
-
-_NNX = ("Module",)  # a state of nnx.split holds variables and is data
 
 
 def split_static(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -22,17 +22,25 @@ def remat_linen(target: Any, policy: Policy) -> Any:
     return _remat_module(target, policy)
 
 
+def checkpoint_method(method: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """A method of Linen modules whose calls are checkpointed: ``(module, ...)``."""
+
+    def packed(module, args, kwargs):
+        return method(module, *args, **kwargs)
+
+    def call(module, *args, **kwargs):
+        return lift_transform(_lifted_checkpoint, packed, policy)(module, args, kwargs)
+
+    return call
+
+
 @functools.cache  # equal modules, rematted alike, stay equal
 def _remat_module_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
     """A subclass whose ``__call__`` is checkpointed; named as the class itself."""
 
-    def call(module, args, kwargs):
-        return cls.__call__(module, *args, **kwargs)
-
     class Rematted(cls):
         def __call__(self, *args, **kwargs):
-            lifted = lift_transform(_lifted_checkpoint, call, policy)
-            return lifted(self, args, kwargs)
+            return checkpoint_method(cls.__call__, policy)(self, *args, **kwargs)
 
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Rematted, attribute, getattr(cls, attribute))

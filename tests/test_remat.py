@@ -171,7 +171,7 @@ def test_n1_unknown_policy_is_an_error_before_any_call():
 
 
 def test_other_targets_are_refused():
-    with pytest.raises(TypeError, match="remat wraps functions and Linen modules"):
+    with pytest.raises(TypeError, match="remat wraps functions, and modules of"):
         remat(3, "full")
 
 

@@ -14,6 +14,7 @@ from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.targets import KINDS, GpuKind, Target, parse_target
 from jaxckpt.layers import layer_plan
+from jaxckpt.modules import refuse_nnx
 from jaxckpt.naming import aval_bytes, is_array
 from jaxckpt.planner.frontier import frontier
 from jaxckpt.planner.graph import BlockGraph, block_graph
@@ -22,7 +23,7 @@ from jaxckpt.planner.plan import Plan
 from jaxckpt.planner.search import MAX_COMPILES, Model, search
 from jaxckpt.planner.solve import Link, evaluate
 from jaxckpt.planner.stage_chain import StageChain, StageModel
-from jaxckpt.remat import refuse_modules, split_static
+from jaxckpt.remat import split_static
 from jaxckpt.segments import (
     Stage,
     cut,
@@ -111,7 +112,7 @@ def plan(
             f"with num_layers the arguments are a carry and one layer's values, not "
             f"{len(args)} arguments"
         )
-    refuse_modules(args)
+    refuse_nnx(args)
     where = parse_target(target)
     site = _Site(where, mesh)
     if num_layers is not None:
