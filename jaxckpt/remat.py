@@ -81,7 +81,8 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
       ...     def __call__(self, x):
       ...         return self.hidden(x)
       >>> block = remat(Block(nnx.Rngs(0)), "dots_saveable")
-      >>> isinstance(block, Block), nnx.grad(lambda b: b(x).sum())(block).norm.scale.shape
+      >>> grads = nnx.grad(lambda block: block(x).sum())(block)
+      >>> isinstance(block, Block), grads.norm.scale.shape
       (True, (3,))
 
       For Equinox and Haiku see `jaxckpt.remat_modules`.

@@ -145,6 +145,33 @@ def test_g2_a_linen_block_is_equal_under_other_policies(policy, assert_same):
         assert_same(got, want, rtol=2e-6)
 
 
+class MethodNet(nn.Module):
+    """The methods of a module, decorated in its class and wrapped when called."""
+
+    policy: str
+
+    def setup(self):
+        self.block = Block()
+
+    def hidden(self, x, *, deterministic):
+        return self.block(x, deterministic)
+
+    def __call__(self, x, deterministic=True, shift=None):
+        cls = type(self)
+        x = remat(self.hidden, self.policy)(x, deterministic=deterministic)
+        x = remat(cls.hidden, self.policy)(self, x, deterministic=deterministic)
+        return remat(self.block.__call__, self.policy)(x, deterministic)
+
+
+def test_methods_are_targets_too(assert_same):
+    net = MethodNet
+    x, variables = init(net("none"))
+    assert_same(init(net("save:h"))[1], variables)
+    want = step(net("none"), x, variables, deterministic=False)
+    got = step(net("save:h"), x, variables, deterministic=False)
+    assert_same(got, want, rtol=2e-6)
+
+
 def test_batch_statistics_move_once_per_call(assert_same):
     x, variables = init(Block())
     (_, state), _ = step(remat(Block(), "full"), x, variables, deterministic=False)
