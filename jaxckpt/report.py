@@ -52,16 +52,21 @@ def _check_sizes(config: ReportConfig, target: Target) -> None:
 _NO_LIMIT = "--max-batch needs a target whose memory is known, such as --target=h100:8"
 
 
+_PICTURES = ("plot", "timeline", "kept")
+
+
 def _check_files(config: ReportConfig) -> None:
     """Before minutes of compiling, not after."""
-    for flag in ("json", "plot", "save"):
+    for flag in ("json", "save", *_PICTURES):
         path = getattr(config, flag)
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
             raise ConfigError(f"--{flag}={path} is no file in a folder that exists")
-    if config.plot and not importlib.util.find_spec("matplotlib"):
-        raise ConfigError("--plot needs matplotlib: pip install 'jaxckpt[plot]'")
-    if config.plot and Path(config.plot).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot={config.plot} must end in .png, .svg or .pdf")
+    for flag in _PICTURES:
+        path = getattr(config, flag)
+        if path and not importlib.util.find_spec("matplotlib"):
+            raise ConfigError(f"--{flag} needs matplotlib: pip install 'jaxckpt[plot]'")
+        if path and Path(path).suffix not in (".png", ".svg", ".pdf"):
+            raise ConfigError(f"--{flag}={path} must end in .png, .svg or .pdf")
 
 
 def _report(
@@ -69,7 +74,7 @@ def _report(
 ) -> None:
     from jaxckpt.training import reporting
     from jaxckpt.training.job import Job
-    from jaxckpt.training.report_table import draw_frontier, print_rows
+    from jaxckpt.training.report_table import print_rows
 
     console = command_line.make_console(markup=False, emoji=False, highlight=False)
     cache = Path(config.cache)
@@ -114,14 +119,36 @@ def _report(
         "advice": reporting.advice(rows, none if of_model else None, limit),
     }
     print_rows(report, console)
+    lines = [row.pop("timeline", None) for row in rows]  # drawn, and not in the files
     for path in filter(None, (config.json, config.save)):
         Path(path).write_text(json.dumps(report, indent=2) + "\n")
     if not good:
         command_line.fail(PROG, "no program compiled; the reasons are above", code=1)
-    if config.plot:
-        draw_frontier(report, Path(config.plot))
+    _draw(config, report, lines)
     if base is not None:
         _gate(reporting.grown(base, rows, config.tolerance_share), config, console)
+
+
+def _draw(config: ReportConfig, report: dict[str, Any], lines: list[Any]) -> None:
+    from jaxckpt import pictures
+    from jaxckpt.training.report_table import draw_frontier
+
+    title = f"{report['model']} on {report['target']}"
+    if report["batch_size"]:
+        title += f", batch {report['batch_size']}, sequence {report['sequence_length']}"
+    if config.plot:
+        draw_frontier(report, Path(config.plot))
+    if config.timeline:
+        drawn = zip(report["rows"], lines, strict=True)
+        pictures.draw_timelines(
+            [row | {"timeline": line} for row, line in drawn if line],
+            config.timeline,
+            title=title,
+        )
+    if config.kept:
+        good = [row for row in report["rows"] if "error" not in row]
+        bars = {row["policy"]: row["saved"] for row in good}
+        pictures.draw_kept(bars, config.kept, title=title)
 
 
 def _gate(growth: list[Any], config: ReportConfig, console: Any) -> None:

@@ -24,6 +24,7 @@ _OF_MODEL = (
     "pipeline_microbatches",
     "pipeline_repeats",
     "max_batch",
+    "kept",
 )
 
 
@@ -69,6 +70,11 @@ class ReportConfig:
     """Write everything to this file."""
     plot: str = ""
     """Draw memory against recomputation to this .png, .svg or .pdf."""
+    timeline: str = ""
+    """Draw what is live in device memory in the course of a step, as compiled, with
+    the largest values at its peak, a panel per policy, to this .png, .svg or .pdf."""
+    kept: str = ""
+    """Draw what each policy keeps for the backward pass, by name, to such a file."""
     save: str = ""
     """Keep the rows in this file, to compare with later."""
     compare: str = ""

@@ -4,6 +4,7 @@ Example: ``python -m jaxckpt.train --policy=dots_saveable``
 """
 
 import dataclasses
+import importlib.util
 import os
 import sys
 import time
@@ -110,6 +111,10 @@ def _train(config: TrainConfig, group: Group, plan: str) -> None:
         for unit, value in result.validation.items()
     ]
     say(f"\nstep {result.steps}: {', '.join(parts)}")
+    if result.receipt and group.is_main and importlib.util.find_spec("matplotlib"):
+        from jaxckpt.pictures import draw_receipt
+
+        draw_receipt(result.receipt, Path(config.workdir) / "receipt.png")
     say(f"receipt, metrics and snapshots are in {config.workdir}")
 
 

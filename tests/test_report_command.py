@@ -65,7 +65,7 @@ def reported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reported")
     done = command(
         *SMALL, *MESH, *POLICIES, "--json=all.json", "--save=base.json",
-        "--plot=frontier.png", cwd=folder,
+        "--plot=frontier.png", "--timeline=line.png", "--kept=kept.png", cwd=folder,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     return folder, done
@@ -77,10 +77,12 @@ def report_of(folder, name="all.json"):
 
 def test_the_files(reported):
     folder, _ = reported
-    names = {"all.json", "base.json", "frontier.png", "runs"}
+    drawn = {"frontier.png", "line.png", "kept.png"}
+    names = {"all.json", "base.json", "runs", *drawn}
     assert {path.name for path in folder.iterdir()} == names
     assert report_of(folder) == report_of(folder, "base.json")
-    assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    for name in drawn:
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert len(list((folder / "runs" / "report-cache").iterdir())) == 2
 
 
@@ -409,6 +411,8 @@ def refused(tmp_path, monkeypatch, capsys):
         (["--json=no/such/x.json"], ["--json=no/such/x.json is no file in a folder"]),
         (["--save=."], ["--save=. is no file"]),
         (["--plot=x.jpeg"], ["--plot=x.jpeg must end in .png"]),
+        (["--timeline=x"], ["--timeline=x must end in .png"]),
+        (["--function=m:f", "--kept=x.png"], ["--kept has no effect on"]),
         (["--max-batch", "--target=cpu"], ["--max-batch needs a target whose memory"]),
         (["--function=m:f", "--max-batch"], ["--max-batch has no effect on"]),
         (["--function=m:f", "--policies", "full"], ["--policies has no effect"]),

@@ -75,7 +75,8 @@ def test_the_command_trains_and_leaves_its_files(trained):
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.name for path in folder.iterdir()] == ["run"]
     names = {path.name for path in (folder / "run").iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "receipt.json", "snapshots"}
+    receipts = {"receipt.json", "receipt.png"}
+    assert names == {"config.json", "metrics.jsonl", "snapshots", *receipts}
     steps = sorted(path.name for path in (folder / "run" / "snapshots").iterdir())
     assert steps == ["4", "6"]
     config = json.loads((folder / "run" / "config.json").read_text())

@@ -104,14 +104,14 @@ def peak_values(
       ValueError: a text that is not what XLA writes.
     """
     namer = ValueNamer(program)
-    printed = _printed_names(live_range_text, namer)
+    printed = dict(scheduled_names(live_range_text, namer))
 
     def rank(value: Value) -> tuple[int, int]:
         return namer.rank(printed.get(value.name, value.name), value.index), value.start
 
     merged: defaultdict[tuple[str, Phase, str], int] = defaultdict(int)
     values = device_values(live_range_text, assignment_text)
-    for nbytes, aliases in _distinct(live_at_peak(values)):
+    for nbytes, aliases in distinct(live_at_peak(values)):
         value = min(aliases, key=rank)
         merged[namer.describe(printed.get(value.name, value.name), value.index)] += (
             nbytes
@@ -120,19 +120,19 @@ def peak_values(
     return sorted(found, key=lambda peak: (-peak.bytes, peak.what))
 
 
-def _printed_names(live_range_text: str, namer: ValueNamer) -> dict[str, str]:
-    """For each scheduled instruction the one that the program prints for it.
+def scheduled_names(live_range_text: str, namer: ValueNamer) -> list[tuple[str, str]]:
+    """All instructions in scheduled order, each with the one printed for it.
 
     The program prints asynchronous pairs by their ends only. In the schedule the start
     follows what is inside.
     """
     schedule = re.findall(r"^\s+\d+:(\S+)$", live_range_text, re.MULTILINE)
-    printed: dict[str, str] = {}
+    found: list[tuple[str, str]] = []
     last = ""
     for name in reversed(schedule):
         last = name if namer.knows(name) else last
-        printed[name] = last or name
-    return printed
+        found.append((name, last or name))
+    return found[::-1]
 
 
 def device_values(live_range_text: str, assignment_text: str) -> list[Value]:
@@ -189,10 +189,10 @@ def live_at_peak(values: Iterable[Value]) -> list[Value]:
 
 
 def _union(values: Iterable[Value]) -> int:
-    return sum(nbytes for nbytes, _ in _distinct(values))
+    return sum(nbytes for nbytes, _ in distinct(values))
 
 
-def _distinct(values: Iterable[Value]) -> list[tuple[int, list[Value]]]:
+def distinct(values: Iterable[Value]) -> list[tuple[int, list[Value]]]:
     """``(bytes, values in the same place)``: bytes that overlap count only once."""
     places: defaultdict[tuple[int, int, int], list[Value]] = defaultdict(list)
     for value in values:

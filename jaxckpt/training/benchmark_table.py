@@ -8,7 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxckpt.training.report_table import _COLORS, _LIMIT_COLOR, _TIGHT
+from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save
+from jaxckpt.training.report_table import _TIGHT
 from jaxckpt.units import format_bytes
 
 _UNKNOWN = "unknown"
@@ -147,20 +148,16 @@ def _remarks(result: dict[str, Any], good: list[dict[str, Any]]) -> list[str]:
 
 def draw_bench(result: dict[str, Any], path: Path) -> None:
     """Draws device memory against step time, with quartiles and the device's limit."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [row for row in result["rows"] if row.get("device_total_bytes")]
     size, unit = _unit(rows)
     names = [textwrap.fill(row["policy"], 72) for row in rows]
     key_height = 0.25 * (sum(name.count("\n") + 1 for name in names) + 2)
-    figure, axes = pyplot.subplots(figsize=(8, 4.6 + key_height), layout="constrained")
+    figure = new_figure(8, 4.6 + key_height)
+    axes = figure.subplots()
     for number, (row, name) in enumerate(zip(rows, names, strict=True), 1):
         x, y = row["step_ms"]["median"], row["device_total_bytes"] / size
         low, high = row["step_ms"]["quartiles"]
-        color = _COLORS[(number - 1) % len(_COLORS)]
+        color = COLORS[(number - 1) % len(COLORS)]
         spread = [[x - low], [high - x]]
         axes.errorbar(x, y, xerr=spread, fmt="none", color=color, capsize=3)
         axes.plot(x, y, "o", color=color, markersize=9, label=f"{number}  {name}")
@@ -181,7 +178,7 @@ def draw_bench(result: dict[str, Any], path: Path) -> None:
     largest = max(row["device_total_bytes"] for row in rows)
     if limit and limit < 4 * largest:  # else it would press all else to the floor
         axes.axhline(
-            limit / size, color=_LIMIT_COLOR, linestyle="--",
+            limit / size, color=LIMIT_COLOR, linestyle="--",
             label=f"limit of {result['device']}: {format_bytes(limit)}",
         )  # fmt: skip
     axes.set_xlabel("step time, ms (measured: median and quartiles)")
@@ -191,5 +188,4 @@ def draw_bench(result: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{result['model']} on {result['num_devices']} x {result['device']}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", fontsize=9, frameon=False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)

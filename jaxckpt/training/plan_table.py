@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save, shorten
 from jaxckpt.planner.frontier import hull
 from jaxckpt.planner.solve import evaluate
 from jaxckpt.policies import parse_policy
@@ -15,11 +16,6 @@ from jaxckpt.receipt import host_bytes
 from jaxckpt.training.mesh_search import MeshEstimate
 from jaxckpt.training.planning import PlannedRun
 from jaxckpt.units import format_bytes, format_milliseconds
-
-
-def shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."
-
 
 _MESHES = 8  # of a ranking, shown
 _TIGHT: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
@@ -199,22 +195,18 @@ def _comparison(planned: PlannedRun) -> Table:
 def draw_frontier(planned: PlannedRun, path: Path) -> None:
     """Draws recomputation cost against memory: the model's frontier, what was compiled
     on the way, the named policies, and the budget."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     stack, found = planned.problem.stack, planned.found
     shift = found.best.compiled_bytes - found.best.proposal.memory
     unit, size = (
         ("GiB", 2**30) if planned.plan.budget_bytes >= 2**30 else ("MiB", 2**20)
     )
     points = hull([(one.memory, one.cost) for one in map(stack.uniform, stack.choices)])
-    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
+    figure = new_figure(8, 4.8)
+    axes = figure.subplots()
     axes.plot(
         [(x + shift) / size for x, _ in points],
         [1e3 * y for _, y in points],
-        color="#0072B2",
+        color=COLORS[0],
         label="frontier: least recomputation by the model (estimated)",
     )
     tried = [one for one in found.tried if one is not found.best]
@@ -223,7 +215,7 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
             [one.compiled_bytes / size for one in tried],
             [1e3 * one.proposal.cost for one in tried],
             "o",
-            color="#56B4E9",
+            color=COLORS[4],
             label="other candidates, compiled",
         )
     named = [row for row in planned.rows if row["policy"] != "none"]
@@ -235,7 +227,7 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
             row["device_total_bytes"] / size,
             1e3 * stack.num_layers * evaluate(stack.operations, policy.save).cost,
             marker,
-            color="#CC79A7",
+            color=COLORS[3],
             label=f"{shorten(row['policy'], 48)}, compiled",
         )
     axes.plot(
@@ -243,12 +235,12 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
         1e3 * found.best.proposal.cost,
         "*",
         markersize=16,
-        color="#009E73",
+        color=COLORS[2],
         label="this plan, compiled",
     )
     axes.axvline(
         planned.plan.budget_bytes / size,
-        color="#D55E00",
+        color=LIMIT_COLOR,
         linestyle="--",
         label=f"budget {format_bytes(planned.plan.budget_bytes)}",
     )
@@ -257,5 +249,4 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
     axes.set_title(f"{planned.plan.model} on {planned.plan.target}")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right", fontsize="small")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)

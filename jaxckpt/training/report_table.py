@@ -8,14 +8,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save
 from jaxckpt.receipt import host_bytes
 from jaxckpt.training.collective_table import collective_table
 from jaxckpt.units import format_bytes, format_milliseconds
 
 _PEAK_SHOWN = 8
 _WIDE = 120  # columns from which each number has a column of its own
-_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#B8A800")
-_LIMIT_COLOR = "#D55E00"
 _TIGHT: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
 
 
@@ -124,18 +123,14 @@ def _print_peak(rows: list[dict[str, Any]], console: Console) -> None:
 
 def draw_frontier(report: dict[str, Any], path: Path) -> None:
     """Draws device memory against recomputation, with the device's limit."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [row for row in report["rows"] if row.get("device_total_bytes")]
     names = [textwrap.fill(row["policy"], 72) for row in rows]
     key_height = 0.25 * sum(name.count("\n") + 1 for name in names)
-    figure, axes = pyplot.subplots(figsize=(8, 4.6 + key_height), layout="constrained")
+    figure = new_figure(8, 4.6 + key_height)
+    axes = figure.subplots()
     for number, (row, name) in enumerate(zip(rows, names, strict=True), 1):
         x, y = 100 * row["recompute_fraction"], row["device_total_bytes"] / 2**30
-        color = _COLORS[(number - 1) % len(_COLORS)]
+        color = COLORS[(number - 1) % len(COLORS)]
         marker = "X" if row["fits"] is False else "o"
         axes.plot(x, y, marker, color=color, markersize=9, label=f"{number}  {name}")
         # Numbers of points that may be close: above and below in turn.
@@ -146,7 +141,7 @@ def draw_frontier(report: dict[str, Any], path: Path) -> None:
         )  # fmt: skip
     if limit := report["memory_limit"]:
         axes.axhline(
-            limit / 2**30, color=_LIMIT_COLOR, linestyle="--",
+            limit / 2**30, color=LIMIT_COLOR, linestyle="--",
             label=f"limit of {report['device']}: {format_bytes(limit)}",
         )  # fmt: skip
     axes.set_xlabel("recomputed matmul FLOPs, % of the step without remat (counted)")
@@ -156,5 +151,4 @@ def draw_frontier(report: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{report['model']} on {report['target']}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", fontsize=9, frameon=False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)

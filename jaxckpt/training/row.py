@@ -16,6 +16,7 @@ from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.peak import find_peak_files, peak_values
 from jaxckpt.compiler.schedule import estimate_step_seconds
 from jaxckpt.compiler.targets import Target, TargetError, parse_target
+from jaxckpt.compiler.timeline import memory_timeline
 from jaxckpt.compiler.user_step import UserStepError, load_step, reason
 from jaxckpt.layers import LayerPlan, Run
 from jaxckpt.linter import lint_step
@@ -34,6 +35,7 @@ from jaxckpt.training.prepare import prepare
 from jaxckpt.training.step import make_program
 
 _PEAK_SHOWN = 24
+_MOMENTS = 600  # of a timeline, a few to a millimeter of paper
 _TPU_NOTE = (
     "TPU: bytes are compiled by XLA:TPU; FLOPs are counted in the jaxpr, divided by "
     "the devices; collectives and step time are not known, since the compiled program "
@@ -90,7 +92,7 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
             *built.notes,
         ],
         "bubble": built.pipeline.bubble if built.pipeline else 0.0,
-        "peak": _peak(dump, text, hlo, target),
+        **_live(dump, text, hlo, target),
         **_estimates(hlo, target),
     }
 
@@ -171,14 +173,19 @@ def _attached_limit(device: Any) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def _peak(dump: Path, text: str, hlo: Any, target: Target) -> list[dict[str, Any]]:
+def _live(dump: Path, text: str, hlo: Any, target: Target) -> dict[str, Any]:
+    """What is live at the peak, and in all of the schedule."""
     module = text.removeprefix("HloModule ").split(",", 1)[0].strip()
     ranges, assignment = (f.read_text() for f in find_peak_files(dump, module))
     if target.tpu:  # memories on the chip are as little in its HBM as the host's
         elsewhere = f"color {HOST_SPACE},"
         assignment = re.sub(r"\bcolor [1-9]\d*,", elsewhere, assignment)
-    values = peak_values(ranges, assignment, hlo)
-    return [dataclasses.asdict(value) for value in values[:_PEAK_SHOWN]]
+    values = peak_values(ranges, assignment, hlo)[:_PEAK_SHOWN]
+    timeline = memory_timeline(ranges, assignment, hlo).shortened(_MOMENTS)
+    return {
+        "peak": [dataclasses.asdict(value) for value in values],
+        "timeline": timeline.as_dict(),
+    }
 
 
 def _estimates(hlo: Any, target: Target) -> dict[str, Any]:

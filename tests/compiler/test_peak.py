@@ -1,4 +1,4 @@
-"""What is live at the peak: bytes by hand, and against XLA's own peak."""
+"""What is live at the peak and when: bytes by hand, and against XLA's own peak."""
 
 import os
 
@@ -12,6 +12,7 @@ from jaxckpt.compiler.peak import (
     live_at_peak,
     peak_values,
 )
+from jaxckpt.compiler.timeline import Timeline, memory_timeline
 from jaxckpt.compiler.value_names import argument_group, operation
 
 pytestmark = pytest.mark.xdist_group("peak")  # what is made once is shared
@@ -194,6 +195,43 @@ def test_texts_without_values_are_refused():
         peak_values("", ASSIGNMENT, parse_hlo(STEP))
 
 
+# The timeline
+
+
+def test_the_timeline_by_hand():
+    """A moment for start, while, the gather's inside, start and end, and for new."""
+    line = memory_timeline(RANGES, ASSIGNMENT, parse_hlo(STEP))
+    assert line.position == (0, 1, 2, 3, 4, 5)
+    assert line.running == ("forward",) * 2 + ("backward",) * 3 + ("other",)
+    assert {kind: found for kind, found in line.live.items() if any(found)} == {
+        "arguments": (120,) * 6,
+        "forward": (0, 48 + 16, 48, 48, 48, 48),
+        "backward": (0, 0, 0, 80, 80, 80),
+    }
+    assert line.total == (120, 184, 168, 248, 248, 248)
+    assert line.peak == 3
+
+
+def test_zeros_that_become_a_stack_are_the_stack():
+    ranges = RANGES.replace("    while.1{1}:", "    start{2}:3-4\n    while.1{1}:")
+    value = " value: <9 start{2} @0> (size=48,offset=0): bf16[3,8]{1,0}\n"
+    head = "allocation 5: size 128, preallocated-temp:\n"
+    line = memory_timeline(
+        ranges, ASSIGNMENT.replace(head, head + value), parse_hlo(STEP)
+    )
+    assert line.live["forward"] == (48, 48 + 16, 48, 48, 48, 48)
+    assert not any(line.live["other"])
+
+
+def test_a_shortened_timeline_keeps_its_peak_and_its_order():
+    total = (5, 1, 9, 2, 2, 7, 3)
+    line = Timeline(tuple(range(7)), ("forward",) * 7, {"forward": total})
+    short = line.shortened(3)
+    assert (short.position, short.total) == ((0, 2, 5), (5, 9, 7))
+    assert line.shortened(7) == line
+    assert Timeline.from_dict(short.as_dict()) == short
+
+
 # What XLA really writes
 
 
@@ -214,6 +252,18 @@ def assert_state_is_whole(names, dumped):
     assert names["state['params']"] == names["state['opt_state'][1][0].mu"]
 
 
+def assert_timeline(dumped, names, accuracy):
+    """Its largest moment is XLA's total and the peak's, but for gaps."""
+    line = memory_timeline(dumped.ranges, dumped.assignment, dumped.program)
+    memory = dumped.facts["memory"]
+    assert set(line.live["arguments"]) == {memory["argument_bytes"]}
+    assert sum(names.values()) <= max(line.total) <= memory["device_total_bytes"]
+    made = max(line.total) - memory["argument_bytes"]
+    outputs = memory["output_bytes"] - memory["alias_bytes"]
+    assert made == pytest.approx(memory["temp_bytes"] + outputs, rel=accuracy)
+    return line
+
+
 def test_the_peak_of_a_cpu_step(cpu_steps):
     names = by_name(cpu_steps["full"])
     memory = cpu_steps["full"].facts["memory"]
@@ -221,6 +271,7 @@ def test_the_peak_of_a_cpu_step(cpu_steps):
     assert_state_is_whole(names, cpu_steps["full"])
     layer_input = 2 * 128 * 128 * 4  # two sequences on each device, float32
     assert names["carry of the loop: Block/add"] == 4 * layer_input
+    assert_timeline(cpu_steps["full"], names, accuracy=0.03)
 
 
 def test_the_peak_of_gpu_steps(gpu_steps):
@@ -231,6 +282,10 @@ def test_the_peak_of_gpu_steps(gpu_steps):
         total = memory["device_total_bytes"]
         assert total * 0.95 < sum(names.values()) <= total
         assert_state_is_whole(names, dumped)
+        line = assert_timeline(dumped, names, accuracy=0.03)
+        recomputed = [phase == "recompute" for phase in line.running]
+        assert any(recomputed) and line.running[-1] == "other"
+        assert any(line.live["recompute"])
     layer_input = 4 * 128 * 256 * 2  # four layers, one sequence, bfloat16
     full, offloads = (by_name(dumped) for dumped in gpu_steps.values())
     assert full["carry of the loop: Block/add"] == layer_input
