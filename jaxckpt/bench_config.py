@@ -38,6 +38,9 @@ class BenchConfig:
     """Tokens per sequence. Default: the model's max_seq_len."""
     accumulate: int = 1
     """Micro-batches that a batch is split into."""
+    check_offload: bool = True
+    """Before a policy that offloads: first try it on a small example, and refuse when
+    the device gets it wrong."""
     json: str = ""
     """Write everything to this file."""
     plot: str = ""

@@ -43,6 +43,9 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
         `haiku.transform`. Left out, the call is a decorator: ``@remat(policy=...)``.
       policy: a `Policy` or its text; ``"none"`` gives the target back untouched.
 
+    Nothing runs to find out whether the device gets offloading right:
+    ``jaxckpt.testing.assert_offload_works()`` and ``python -m jaxckpt.selftest`` do.
+
     Returns:
       The same kind of thing as the target, with the same results and gradients.
 

@@ -49,6 +49,9 @@ def stack(
       scan: False unrolls the layers into straight-line code. That compiles slower
         and on GPU can keep all layers' activations alive.
 
+    Nothing runs to find out whether the device gets loops that offload right:
+    ``jaxckpt.testing.assert_offload_works(plan, num_layers=...)`` does.
+
     Returns:
       ``(carry, values) -> (carry, outputs)``, values and outputs in split layout.
 

@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxckpt.checks.offload import find_fault, shapes_of
 from jaxckpt.compiler.memory import MemoryBytes, compile_step, memory_bytes
 from jaxckpt.compiler.residuals import block_residuals
 from jaxckpt.compiler.targets import TargetError, parse_target
 from jaxckpt.compiler.user_step import ready_step
+from jaxckpt.layers import Layers, layer_plan
 from jaxckpt.naming import is_array
 from jaxckpt.policies import FULL, Policy, parse_policy
 from jaxckpt.remat import remat
@@ -179,6 +181,44 @@ def assert_same_gradients(
             f"gradients{jax.tree_util.keystr(path)} differ by {difference / scale:.2e} "
             f"of their largest entry; {rtol:g} is allowed"
         )
+
+
+def assert_offload_works(
+    layers: str | Layers = "offload:hidden",
+    *,
+    num_layers: int = 4,
+    scan: bool = True,
+    device: Any = None,
+) -> None:
+    """Fails when a device gets policies that offload wrong, by a small example.
+
+    Loops that offload have been compiled with their iterations mixed up
+    (openxla/xla#46231). Neither `jaxckpt.remat` nor `jaxckpt.stack` runs anything to
+    find out; call this once before you rely on such a policy.
+    ``python -m jaxckpt.selftest`` looks at more.
+
+    Args:
+      layers: a policy, grouping or layer plan. The example has its shape, loops or
+        groups of layers, and offloads values of its own; one that offloads nothing
+        passes.
+      num_layers: what the plan is for.
+      scan: whether layers are loops, as in `jaxckpt.stack`.
+      device: an attached one; the first of this process when left out.
+
+    Raises:
+      AssertionError: the gradient is wrong, or too little is in host memory. A CPU has
+        one memory: there only the gradient is looked at.
+
+    Example:
+      >>> assert_offload_works("every:2/offload:context")
+    """
+    device = device or jax.local_devices()[0]
+    shapes = shapes_of(layer_plan(layers, num_layers), scan=scan)
+    fault = find_fault(device, shapes)
+    assert fault is None, (
+        f"offloading does not work on this {device.device_kind} with jax "
+        f"{jax.__version__}: {fault}"
+    )
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -84,9 +84,8 @@ def _train(config: TrainConfig, group: Group, plan: str) -> None:
 
     prepared = prepare(config, Target("attached"))
     config, mesh = prepared.config, prepared.placement.mesh
-    if config.offload_optimizer != "none" and config.check_offload:
-        copies = config.offload_optimizer == "all"
-        check_offload(mesh.local_devices[0], copies=copies)
+    with console.status("checking that what offloads works here"):
+        check_offload(config, mesh.local_devices[0])
     kind = mesh.devices.flat[0].device_kind
     where = f"1 {kind} device"
     policy = config.policy_schedule or config.policy

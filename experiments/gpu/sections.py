@@ -5,8 +5,6 @@ compiles and plans of the others are processes in turn, of which only one may ho
 device.
 """
 
-import importlib.metadata
-import platform
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,11 +32,6 @@ FIELDS = {
 CLOSE = 0.05  # of the attached total, by which the absent one may differ
 BOUND = 1.05  # times the measured step, what a lower bound of it may be
 
-_PACKAGES = (
-    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy",
-    "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc",
-    "nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
-)  # fmt: skip
 _ONE_POLICY = 45  # seconds that a policy may take in any case
 _TWO_BLOCKS = 1.7  # processes' time of a benchmarked policy, in a policy's of `steps`
 
@@ -50,6 +43,7 @@ def device(ask: Ask) -> Iterator[Row]:
     """What is attached, in versions and bytes."""
     import jax
 
+    from jaxckpt.checks.environment import memory_kinds, versions
     from jaxckpt.device_memory import device_memory
     from jaxckpt.training.benchmark_worker import kind_of
 
@@ -61,10 +55,6 @@ def device(ask: Ask) -> Iterator[Row]:
     if not ask.small:
         checks["a GPU is attached"] = first.platform == "gpu"
     limit = "unknown" if memory.limit is None else format_bytes(memory.limit)
-    try:
-        spaces = [space.kind for space in first.addressable_memories()]
-    except Exception:  # not all backends have them
-        spaces = None
     yield row(
         first.device_kind,
         f"{jax.device_count()} attached, memory limit {limit}, jax {jax.__version__}",
@@ -74,20 +64,10 @@ def device(ask: Ask) -> Iterator[Row]:
         known_as=kind.name if kind else None,
         compute_capability=getattr(first, "compute_capability", None),
         backend=str(getattr(client, "platform_version", "unknown")),
-        memory_kinds=spaces,
+        memory_kinds=memory_kinds(first),
         memory_stats=memory.as_dict(),
-        versions={"python": platform.python_version(), **_versions()},
+        versions=versions(),
     )
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 def target_like(platform_name: str, kind: Any) -> str | None:

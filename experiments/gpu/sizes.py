@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gpu.process import UNKNOWN, Row
+from jaxckpt.checks.sizes import StackSizes
 from jaxckpt.models.presets import ModelConfig, model_config
 from jaxckpt.training.config import TrainConfig
 
@@ -31,7 +32,7 @@ class Sizes:
       profiled: steps under the monitor.
       timed: steps of each policy in the benchmark.
       budgets: of the planner, from full remat's memory (0) to that of none (1).
-      stack: layers, width and rows of the plain stack whose gradients are compared.
+      stack: of the plain stack whose gradients are compared.
       stack_plans: plans of that stack.
       gradient_model: the float32 model whose gradients are compared.
       gradient_policies: of that model.
@@ -47,7 +48,7 @@ class Sizes:
     profiled: int
     timed: int
     budgets: tuple[float, ...]
-    stack: tuple[int, int, int]
+    stack: StackSizes
     stack_plans: tuple[str, ...]
     gradient_model: ModelConfig
     gradient_policies: tuple[str, ...]
@@ -79,7 +80,7 @@ FULL_SIZE = Sizes(
     profiled=5,
     timed=10,
     budgets=(0.5, 0.15, 0.85),
-    stack=(8, 256, 2048),
+    stack=StackSizes(layers=8, batch=8, time=256, width=256),
     stack_plans=(
         "full", "save:hidden", "offload:hidden", "offload:layer_input",
         "save:hidden/offload:layer_input", "offload:hidden,layer_input",
@@ -110,7 +111,7 @@ SMALL_SIZE = Sizes(
     profiled=3,
     timed=4,
     budgets=(0.5,),
-    stack=(8, 16, 32),
+    stack=StackSizes(layers=8, batch=2, time=16, width=16),
     stack_plans=(
         "full", "save:hidden", "offload:hidden", "save:hidden/offload:layer_input",
         "every:4/offload:hidden", "2x(3xoffload:hidden+1xnone)",

@@ -31,6 +31,7 @@ from jaxckpt.compiler.schedule import estimate_step_seconds
 from jaxckpt.compiler.schedule import matmul_peak as peak_flops
 from jaxckpt.compiler.targets import Target
 from jaxckpt.training.job import Job
+from jaxckpt.training.offload_check import check_offload
 from jaxckpt.training.prepare import prepare
 from jaxckpt.training.step import Program, make_program
 
@@ -65,6 +66,7 @@ def make_runner(job: Job, cache: str) -> tuple[dict[str, Any], Callable[[], floa
         jax.config.update("jax_enable_compilation_cache", False)
     else:
         jax.config.update("jax_compilation_cache_dir", cache)
+    check_offload(config, devices[0])
     program = make_program(config, prepared.placement)
     kind = kind_of(devices[0].device_kind)
     compiled, seconds = compile_step(

@@ -62,8 +62,8 @@ class TrainConfig:
     devices; all: the float32 weights too, of which the devices hold a copy in the
     compute dtype."""
     check_offload: bool = True
-    """With --offload-optimizer: first try it on a small example, and refuse when the
-    device gets it wrong."""
+    """With --offload-optimizer or a policy that offloads: first try it on a small
+    example, and refuse when the device gets it wrong."""
     sequence_parallel: bool = False
     """Shard activations over the sequence between tensor-parallel regions."""
     pipeline_schedule: Literal["gpipe", "circular"] = "gpipe"

@@ -1,9 +1,12 @@
-"""A check of host-resident state on the attached device, before a run relies on it.
+"""A check of host memory on the attached device, before a run relies on it.
 
 Loops over offloaded arrays have been compiled wrongly (slices taken in the wrong
-order), and equal layers hide it. So some steps of the streamed update are run on
-numbers that differ in every entry and that float32 holds exactly, whatever XLA fuses;
-they must come out equal to the bit, and lie where they should.
+order), and equal layers hide it.
+
+* Offloaded state: some steps of the streamed update are run on numbers that differ in
+  every entry and that float32 holds exactly, whatever XLA fuses; they must come out
+  equal to the bit, and lie where they should.
+* Policies that offload: the gradient of a small stack, see `jaxckpt.checks.offload`.
 """
 
 import functools
@@ -16,8 +19,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxckpt.checks import offload
 from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.models.presets import ConfigError
+from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.host_memory import PINNED, HostMemory, host_memory
 from jaxckpt.training.master import compute_copy
 from jaxckpt.training.update import (
@@ -32,25 +37,40 @@ _LAYERS, _STEPS, _DECAY = 5, 3, 0.5
 _COPY = jnp.bfloat16
 
 
-def check_offload(device: Any, *, copies: bool = False) -> None:
-    """Runs a small streamed update on one attached device.
+def check_offload(config: TrainConfig, device: Any) -> None:
+    """Refuses a run that offloads what an attached device gets wrong.
+
+    A run that offloads nothing, or was told not to look, costs nothing here.
 
     Args:
-      device: to run on.
-      copies: whether the weights are in host memory too, and a copy on the device.
+      config: the run; its policies are planned.
+      device: one of its own, which stands for all.
 
     Raises:
-      ConfigError: its numbers are wrong, or the state did not stay in host memory.
+      ConfigError: the small examples' numbers are wrong, or did not go to host memory.
     """
-    host = host_memory(device)
-    plan = layer_plan("3xnone+1x2xnone", _LAYERS)
-    fault = find_fault(device, host, make_update(plan, host), copies=copies)
-    if fault:
-        raise ConfigError(
-            f"--offload-optimizer does not work on this {device.device_kind} with jax "
-            f"{jax.__version__}: {fault}; leave it out, or add "
-            "--no-check-offload to go on all the same"
-        )
+    if not config.check_offload:
+        return
+    if config.offload_optimizer != "none":
+        copies = config.offload_optimizer == "all"
+        host = host_memory(device)
+        plan = layer_plan("3xnone+1x2xnone", _LAYERS)
+        fault = find_fault(device, host, make_update(plan, host), copies=copies)
+        if fault:
+            raise _refusal("--offload-optimizer", device, fault, "leave it out")
+    scan = config.architecture.scan_layers
+    for policy in config.policies:
+        shapes = offload.shapes_of(config.layers_of(policy), scan=scan)
+        if fault := offload.find_fault(device, shapes):
+            raise _refusal(policy, device, fault, "save instead of offload")
+
+
+def _refusal(what: str, device: Any, fault: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"{what} does not work on this {device.device_kind} with jax "
+        f"{jax.__version__}: {fault}; {instead}, or add --no-check-offload to go on "
+        "all the same"
+    )
 
 
 def make_update(plan: LayerPlan, host: HostMemory) -> Update:

@@ -16,8 +16,9 @@ PLAN = layer_plan("3xnone+1x2xnone", 5)
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_it_passes_here(copies):
-    check_offload(DEVICE, copies=copies)
+def test_it_passes_here(copies, make_config):
+    offload = "all" if copies else "state"
+    check_offload(make_config(offload_optimizer=offload), DEVICE)
 
 
 def test_a_stale_copy_is_found():
@@ -62,8 +63,8 @@ def test_state_that_stays_on_the_device_is_found(monkeypatch):
     assert fault is not None and fault.endswith("memory after a step")
 
 
-def test_a_fault_is_told_in_one_line(monkeypatch):
+def test_a_fault_is_told_in_one_line(monkeypatch, make_config):
     monkeypatch.setattr(offload_check, "find_fault", lambda *_, **__: "it is wrong")
     with pytest.raises(ConfigError, match="it is wrong; leave it out, or add") as told:
-        check_offload(DEVICE)
+        check_offload(make_config(offload_optimizer="state"), DEVICE)
     assert "\n" not in str(told.value)

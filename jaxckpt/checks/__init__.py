@@ -1,0 +1,1 @@
+"""What `python -m jaxckpt.selftest` and the gate before offloading runs are made of."""
