@@ -1,6 +1,7 @@
 """One check: what was compared, the number it gave, and what that means."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,7 +95,7 @@ def largest_ulps(got: Any, want: Any, dtype: str) -> float:
     bits = _MANTISSA[dtype]
     return max(
         (
-            one / 2.0 ** (np.floor(np.log2(scale)) - bits)
+            one / 2.0 ** (math.floor(math.log2(scale)) - bits)
             for one, scale in _differences(got, want)
         ),
         default=0.0,

@@ -62,6 +62,8 @@ def moved(
     plan: LayerPlan,
     nbytes: Mapping[str, int],
     temp_when_saved: int | None = None,
+    *,
+    scan: bool = True,
 ) -> Moved:
     """What a program that offloads keeps in host memory, and what it should.
 
@@ -70,6 +72,9 @@ def moved(
       plan: the plan.
       nbytes: of one device's part of each named value; others count as one byte.
       temp_when_saved: see `Moved`.
+      scan: whether layers are loops. In straight-line code XLA may bring a value back
+        long before its turn (XLA:GPU does, jax 0.10.2): there all must be moved, but
+        how many are in host memory at once, and what that saves, is not known.
     """
     memory = memory_bytes(compiled)
     at_once = everywhere = 0
@@ -77,6 +82,8 @@ def moved(
         run = layers * sum(nbytes.get(name, 1) for name in policy.offload)
         at_once = max(at_once, run)
         everywhere += run * int(np.prod(around, dtype=int))
+    if not scan:
+        at_once, temp_when_saved = min(at_once, 1), None
     return Moved(
         host=memory.host_temp_bytes,
         transfers=_transfer_bytes(compiled),

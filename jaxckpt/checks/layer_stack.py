@@ -5,8 +5,9 @@ A loop that offloads has been compiled with its iterations mixed up before
 own. The reference is `jax.grad` of a plain `lax.scan`, without any of our code.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +68,17 @@ class Program:
       plan: of its layers.
       compiled: the program.
       run: ``() -> (gradient of stacked weights, of x)``, on its devices.
+      scan: whether its layers are loops.
     """
 
     plan: LayerPlan
     compiled: jax.stages.Compiled
     run: Callable[[], Any]
+    scan: bool = True
+
+    def moved(self, nbytes: Mapping[str, int], twin: int | None = None) -> host.Moved:
+        """What it keeps in host memory; see `jaxckpt.checks.host.moved`."""
+        return host.moved(self.compiled, self.plan, nbytes, twin, scan=self.scan)
 
 
 class Case:
@@ -137,7 +144,8 @@ class Case:
             merged = merge_layers(found, plan, layers, scan=scan)
             return jax.tree.map(lambda *leaves: np.stack(leaves), *merged)
 
-        return self._compiled(plan, run, split, in_order)
+        program = self._compiled(plan, run, split, in_order)
+        return dataclasses.replace(program, scan=scan)
 
     def _compiled(self, plan, run, weights, in_order) -> Program:
         def loss(weights, x):
@@ -211,6 +219,6 @@ def check_gradient(case: Case, name: str, run: Callable[[], Any]) -> Check:
 
 def check_moved(case: Case, name: str, program: Program, twin: int | None) -> Check:
     """Whether a plan's values are in host memory."""
-    found = host.moved(program.compiled, program.plan, case.value_bytes, twin)
+    found = program.moved(case.value_bytes, twin)
     holds, told, reason = found.verdict(case.platform)
     return Check(name, MOVED, told, judged(holds), reason, vars(found))

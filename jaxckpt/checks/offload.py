@@ -8,7 +8,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jaxckpt.checks import host
 from jaxckpt.checks.check import failure, largest_difference
 from jaxckpt.checks.layer_stack import Case, plain_layer
 from jaxckpt.checks.sizes import stack_sizes
@@ -66,8 +65,7 @@ def _fault(device: Any, shape: Shape) -> str | None:
             f"the gradient of a small example ({text}) is wrong by {worst:.2g} of its "
             "largest entry"
         )
-    found = host.moved(program.compiled, program.plan, case.value_bytes)
-    holds, told, _ = found.verdict(case.platform)
+    holds, told, _ = program.moved(case.value_bytes).verdict(case.platform)
     if holds is False:
         return f"a small example ({text}) keeps too little in host memory: {told}"
     return None

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxckpt.planner.functions import plan
 from jaxckpt.remat import remat
 from jaxckpt.units import format_bytes
 
-LADDER = ("none", "dots_saveable", "full")  # from the most memory to the least
+LADDER: tuple[str, ...] = ("none", "dots_saveable", "full")  # each with less memory
 
 Say = Callable[[str], None]
 
@@ -34,7 +34,7 @@ def check_memory(case: Case) -> Iterator[Check]:
     if len(known) == len(LADDER):
         holds, reason = known[0] > known[1] > known[2], ""
     told = ", ".join(map(format_bytes, temp)) if known else ""
-    figures = dict(zip(LADDER, temp, strict=True))
+    figures: dict[str, Any] = dict(zip(LADDER, temp, strict=True))
     yield Check(name, compared, told, judged(holds), reason, figures)
 
 
@@ -63,7 +63,7 @@ def check_planned_function(case: Case, say: Say = lambda text: None) -> Iterator
         with jax.default_matmul_precision("highest"):
             found = plan(bare.loss, case.weights, case.x, budget=budget, progress=say)
         name = f"{name} within {format_bytes(budget)}, {found.layer_plan}"
-        planned = _Loop(case, case.layer, lambda loss: remat(loss, found))
+        planned = _Loop(case, case.layer, lambda loss: remat(loss, cast(Any, found)))
         yield check_gradient(case, name, planned.run)
     except Exception as error:
         yield broken(name, AGAINST, error)

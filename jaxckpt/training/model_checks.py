@@ -120,7 +120,7 @@ class ModelCase:
             found = jax.device_get(compiled(params, *batch))
             return {**found, "layers": program.merge_layers(found["layers"])}
 
-        return Program(program.plan, compiled, run)
+        return Program(program.plan, compiled, run, self.architecture.scan_layers)
 
 
 def different_everywhere(shapes: Any) -> Any:
@@ -150,7 +150,7 @@ def check_model(case: ModelCase, policies: Sequence[str]) -> Iterator[Check]:
             verdict = judged(max(found) <= allowed)
             yield Check(name, AGAINST, told, verdict, "", figures)
             if host.offloads(program.plan):
-                there = host.moved(program.compiled, program.plan, {})
+                there = program.moved({})
                 holds, told, reason = there.verdict(case.platform)
                 yield Check(name, MOVED, told, judged(holds), reason, vars(there))
         except Exception as error:

@@ -1,5 +1,6 @@
 """The checks of the self-test find what they are there to find."""
 
+import dataclasses
 import types
 
 import jax
@@ -177,6 +178,11 @@ def test_what_a_plan_has_to_move_is_known(plan, at_once, everywhere):
     assert found.least_host == 10 * at_once
     assert found.least_transfers == 2 * 10 * everywhere
     assert found.transfers is None  # its program is no HLO
+    unrolled = host.moved(
+        Compiled(), layer_plan(plan, 8), {"a": 10, "b": 10}, 9, scan=False
+    )
+    assert unrolled.least_transfers == found.least_transfers
+    assert (unrolled.least_host, unrolled.temp_when_saved) == (1, None)
 
 
 @pytest.mark.parametrize(
@@ -252,14 +258,16 @@ def test_compiled_for_a_gpu_the_kernels_runs_are_the_same(remat3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["offload:hidden", "2x2xoffload:hidden"])
-def test_compiled_for_a_gpu_offloaded_values_are_in_host_memory(plan):
+@pytest.mark.parametrize(
+    "plan, scan",
+    [("offload:hidden", True), ("2x2xoffload:hidden", True), ("offload:hidden", False)],
+)
+def test_compiled_for_a_gpu_offloaded_values_are_in_host_memory(plan, scan):
     sizes = StackSizes(layers=4, batch=8, time=256, width=256)
     case = Case(sizes, absent_gpu())
     assert case.platform == "gpu"
-    program = case.compile(plan)
-    found = host.moved(program.compiled, program.plan, case.value_bytes)
-    assert found.verdict("gpu")[0] is True
-    saved = case.compile(plan.replace("offload", "save"))
-    kept = host.moved(saved.compiled, program.plan, case.value_bytes)
+    program = case.compile(plan, scan=scan)
+    assert program.moved(case.value_bytes).verdict("gpu")[0] is True
+    saved = case.compile(plan.replace("offload", "save"), scan=scan)
+    kept = dataclasses.replace(saved, plan=program.plan).moved(case.value_bytes)
     assert kept.verdict("gpu")[0] is False

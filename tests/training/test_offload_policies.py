@@ -120,7 +120,7 @@ def test_train_asks_before_it_writes_anything(asked, make_config, tmp_path):
     workdir = tmp_path / "run"
     config = make_config("offload:context", workdir=str(workdir), mesh="data:8")
     with pytest.raises(ConfigError, match="it is wrong"):
-        train._train(config, group)
+        train._train(config, group, "")
     assert not workdir.exists()
 
 
