@@ -1,4 +1,4 @@
-"""A stack of equal Flax Linen blocks under a layer plan, with `nn.remat` and `nn.scan`.
+"""A stack of Flax Linen blocks under a layer plan, with `nn.remat` and `nn.scan`.
 
 What `nn.scan` and `nn.remat_scan` leave to the user is settled here:
 
@@ -6,11 +6,12 @@ What `nn.scan` and `nn.remat_scan` leave to the user is settled here:
   place in the whole stack only, so any plan trains the same model;
 * every variable collection is kept, per layer (sown values and statistics too);
 * extra arguments, flags and keyword arguments go to every layer;
-* any depth, and groups nested at any depth, without a copy of the weights.
+* any depth, and groups nested at any depth, without a copy of the weights;
+* blocks of several kinds in turn, in one scan over their period.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt.automatic_names import with_automatic_names
-from jaxckpt.layers import Layers, Run, layer_plan
-from jaxckpt.naming import check_names
-from jaxckpt.policies import NONE, Policy, is_automatic
+from jaxckpt.layers import Layers, layer_plan
+from jaxckpt.loops import Loop, Part, loops_of
+from jaxckpt.naming import list_names
+from jaxckpt.policies import NONE, Policy, PolicyError, is_automatic, unknown_names
 from jaxckpt.remat import jax_policy, split_static
-from jaxckpt.stack import in_loop, split_layers
+from jaxckpt.stack import split_layers
 
 LAYER_AXIS = "layers"  # logical name of the stacked axis in partitioned parameters
 
@@ -34,7 +36,8 @@ class Stack(nn.Module):
     Attributes:
       make_block: the block's class, or ``functools.partial(Block, config)``. Its
         ``__call__(x, *args, **kwargs)`` returns the next ``x``, of the same shape
-        and dtype. It may use dropout, sow, and keep statistics.
+        and dtype. It may use dropout, sow, and keep statistics. Blocks that differ
+        in turn are a tuple, ``(Local, Global)``: layer i is block ``i % 2``.
       num_layers: depth of the stack.
       plan: a policy, grouping or layer plan of the policy language, text or object.
       scan: False unrolls the layers; see `jaxckpt.stack`.
@@ -59,7 +62,7 @@ class Stack(nn.Module):
       (2, 16)
     """
 
-    make_block: Callable[..., nn.Module]
+    make_block: Callable[..., nn.Module] | Sequence[Callable[..., nn.Module]]
     num_layers: int
     plan: str | Layers = "none"
     scan: bool = True
@@ -67,13 +70,27 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         plan = layer_plan(self.plan, self.num_layers)
+        makers = self.make_block
+        makers = tuple(makers) if isinstance(makers, Sequence) else (makers,)
+        kinds = len(makers)
+        if not kinds or not all(map(callable, makers)):
+            raise PolicyError(f"Stack takes a block, or a tuple of some, not {makers}")
+        if kinds > 1 and hasattr(self.plan, "check_values"):  # a Plan
+            raise PolicyError(
+                f"a plan of jaxckpt.plan is of one kind of layer, not of {kinds} in "
+                "turn: give a policy or a layer plan"
+            )
         arrays, rebuild = split_static((args, kwargs))
         keys = layer_keys(self, self.num_layers)
-        keys = split_layers(keys, plan, self.num_layers, scan=self.scan)
-        call = _BlockCall(self.make_block, rebuild)
+        keys = split_layers(keys, plan, self.num_layers, scan=self.scan, kinds=kinds)
+        call = _BlockCall(makers, rebuild, {})
         if self.scan:
-            return _scan_runs(call, plan.runs, x, keys, arrays)
-        return _unroll(self, call, plan.runs, 0, x, keys, arrays)
+            x = _scan_loops(call, loops_of(plan.runs, kinds), x, keys, arrays)
+        else:
+            x = _unroll(self, call, plan.runs, 0, x, keys, arrays)
+        for known in call.known.values():
+            known.check()
+        return x
 
 
 def layer_keys(module: nn.Module, num_layers: int) -> dict[str, jax.Array]:
@@ -87,12 +104,28 @@ def layer_keys(module: nn.Module, num_layers: int) -> dict[str, jax.Array]:
     }
 
 
+@dataclass
+class _Known:
+    """The names that a policy speaks of, and those of the layers that run under it."""
+
+    names: tuple[str, ...]
+    found: set[str]
+
+    def check(self) -> None:
+        if missing := set(self.names) - self.found:
+            raise unknown_names(missing, self.found)
+
+
 @dataclass(frozen=True, eq=False)
 class _BlockCall:
-    """How every layer's block is made and called: its class and its arguments."""
+    """How every layer's block is made and called: its class and its arguments.
 
-    make_block: Callable[..., nn.Module]
+    ``known`` fills while the layers are traced: by policy, see `_Known`.
+    """
+
+    makers: tuple[Callable[..., nn.Module], ...]
     rebuild: Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    known: dict[Policy, _Known]
 
 
 class _Layer(nn.Module):
@@ -100,9 +133,10 @@ class _Layer(nn.Module):
 
     call: _BlockCall
     policy: Policy
+    kind: int
 
     def __call__(self, x, keys, arrays):
-        block = self.call.make_block(parent=None)
+        block = self.call.makers[self.kind](parent=None)
         assert self.scope is not None  # it is, inside a call
         mutable = self.scope.mutable or ()
         initializing = self.is_initializing()
@@ -118,9 +152,12 @@ class _Layer(nn.Module):
         variables = {} if initializing else self.variables
         names = self.policy.names
         if initializing:  # another program, whose automatic names are others
-            names = [name for name in names if not is_automatic(name)]
+            names = tuple(name for name in names if not is_automatic(name))
         run = with_automatic_names(run, names)
-        check_names(names, run, variables, x, keys, arrays)
+        if names:
+            known = self.call.known.setdefault(self.policy, _Known(names, set()))
+            found = list_names(run, variables, x, keys, arrays)
+            known.found.update(value.name for value in found)
         y, updates = run(variables, x, keys, arrays)
         for collection, values in updates.items():
             for name, value in values.items():
@@ -129,35 +166,58 @@ class _Layer(nn.Module):
 
 
 class _Group(nn.Module):
-    """The runs inside one group of a plan."""
+    """The loops inside one group of a plan."""
 
     call: _BlockCall
-    runs: tuple[Run, ...]
+    loops: tuple[Loop, ...]
 
     @nn.compact
     def __call__(self, x, keys, arrays):
-        return _scan_runs(self.call, self.runs, x, keys, arrays), None
+        return _scan_loops(self.call, self.loops, x, keys, arrays), None
 
 
-def _scan_runs(call: _BlockCall, runs: tuple[Run, ...], x, keys, arrays):
-    """Scans over each run, in the compact method of the module that owns them."""
-    for index, run in enumerate(runs):
-        if run.group:
-            target, fields = _Group, {"runs": run.group}
+class _Trip(nn.Module):
+    """One iteration of a loop of several parts."""
+
+    call: _BlockCall
+    loop: Loop
+
+    @nn.compact
+    def __call__(self, x, keys, arrays):
+        for key, part in self.loop.named_parts():
+            target = _part(self.call, part, self.loop)
+            x, _ = target(name=key)(x, keys[key], arrays)
+        return x, None
+
+
+def _scan_loops(call: _BlockCall, loops: tuple[Loop, ...], x, keys, arrays):
+    """Runs each loop's scan, in the compact method of the module that owns them."""
+    for index, loop in enumerate(loops):
+        if len(loop.parts) == 1:
+            target = _part(call, loop.parts[0], loop)
         else:
-            target, fields = _Layer, {"policy": run.policy}
-        target = _rematted(target, run.policy, in_loop(run))
+            target = functools.partial(_Trip, call=call, loop=loop)
         scanned = nn.scan(
-            target,
+            target.func,
             variable_axes={True: 0},
             split_rngs={},
             in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
-            length=run.count,
+            length=loop.trips,
             metadata_params={nn.PARTITION_NAME: LAYER_AXIS},
         )
         key = f"run_{index}"
-        x, _ = scanned(call=call, **fields, name=key)(x, keys[key], arrays)
+        x, _ = scanned(**target.keywords, name=key)(x, keys[key], arrays)
     return x
+
+
+def _part(call: _BlockCall, part: Part, loop: Loop) -> functools.partial[nn.Module]:
+    """A layer or a group of a loop, as its class, checkpointed, and its fields."""
+    if part.loops:
+        target, fields = _Group, {"loops": part.loops}
+    else:
+        target, fields = _Layer, {"policy": part.policy, "kind": part.kind}
+    target = _rematted(target, part.policy, not loop.keeps_barriers)
+    return functools.partial(target, call=call, **fields)
 
 
 def _unroll(module: nn.Module, call: _BlockCall, runs, start: int, x, keys, arrays):
@@ -173,8 +233,9 @@ def _unroll(module: nn.Module, call: _BlockCall, runs, start: int, x, keys, arra
                 x = rematted(module, x, keys, arrays)
             else:
                 layer = _rematted(_Layer, run.policy, False)
+                kind = start % len(call.makers)
                 key = f"layer_{start}"
-                x, _ = layer(call, run.policy, name=key)(x, keys[key], arrays)
+                x, _ = layer(call, run.policy, kind, name=key)(x, keys[key], arrays)
             start += run.layers_per_iteration
     return x
 

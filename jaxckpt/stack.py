@@ -9,12 +9,16 @@ Split layout of a pytree of per-layer values (weights, keys, ...):
   ``{"run_0": tree, "run_1": {"run_0": tree}, ...}`` with leaves of shape
   (count, ...) for a run of layers and (count, inner count, ...) inside a group;
   unrolled (``scan=False``) it is ``{"layer_0": tree, "layer_1": tree, ...}``.
+  Of layers of several kinds in turn a run is ``{"part_0": tree, "part_1": tree}``,
+  and what it leaves of a period at its end is a run of its own: see `loops`.
+  What is no array in a layer (a flag, a function) is the same in all of a run.
 
 The canonical layout, which does not depend on the plan, is the list of per-layer
 trees: `join_layers` and `merge_layers` go between the two.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,8 +29,10 @@ from jax.extend import core as jex_core
 
 from jaxckpt.automatic_names import name_values
 from jaxckpt.layers import LayerPlan, Layers, Run, layer_plan
-from jaxckpt.naming import list_names
-from jaxckpt.policies import PolicyError
+from jaxckpt.loops import Loop, Part, layer_parts, loops_of
+from jaxckpt.modules import refuse_nnx
+from jaxckpt.naming import NamedValue, is_array, list_names
+from jaxckpt.policies import FULL, Policy, PolicyError, unknown_names
 from jaxckpt.remat import checkpoint, split_static
 
 Tree = Any
@@ -34,7 +40,11 @@ Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def stack(
-    body: Body, plan: str | Layers, num_layers: int, *, scan: bool = True
+    body: Body | Sequence[Body],
+    plan: str | Layers,
+    num_layers: int,
+    *,
+    scan: bool = True,
 ) -> Callable[[Any, Tree], tuple[Any, Tree]]:
     """Stacks a layer function under a policy, a grouping or a layer plan.
 
@@ -42,7 +52,9 @@ def stack(
 
     Args:
       body: one layer, ``(carry, layer_values) -> (carry, layer_output)``. The
-        carry keeps its shape and dtype; the output may be None.
+        carry, any pytree, keeps its shape and dtype; the output may be None. Layers
+        that differ in turn are a list, ``[local, attend_all]``: layer i is body
+        ``i % len(body)``, and their values and outputs may be of different trees.
       plan: text of the policy language (``"sqrt"``, ``"4xnone+8xsave:context"``)
         or its object.
       num_layers: depth of the stack.
@@ -57,7 +69,8 @@ def stack(
 
     Raises:
       PolicyError: a bad plan, values that are not in the plan's layout, and, when
-        called, a name that the layer has not.
+        called, a name that no layer under the policy has.
+      TypeError: a Flax NNX object among the values: see the second example.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,33 +84,134 @@ def stack(
       >>> y.shape
       (2, 8)
 
+      Layers of two kinds, and the canonical list of their weights:
+
+      >>> def scaled(x, values):
+      ...     return x * values["scale"], None
+      >>> layers = 3 * [weights[0], {"scale": jnp.ones(8)}] + [weights[0]]
+      >>> joined = join_layers(layers, "every:3", num_layers=7, kinds=2)
+      >>> run = stack([layer, scaled], "every:3", num_layers=7)
+      >>> merge_layers(run(jnp.ones((2, 8)), joined)[1], "every:3", 7, kinds=2)
+      [None, None, None, None, None, None, None]
+
+      Equinox modules are values as they are. Of NNX modules the state is:
+
+      >>> from flax import nnx
+      >>> blocks = [nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(7)]
+      >>> graphdef = nnx.graphdef(blocks[0])
+      >>> def block(x, state):
+      ...     one = nnx.merge(graphdef, state)
+      ...     return jnp.tanh(one(x)), nnx.state(one)  # with its statistics, counters
+      >>> states = join_layers([nnx.state(one) for one in blocks], "every:3", 7)
+      >>> y, states = stack(block, "every:3", 7)(jnp.ones((2, 8)), states)
+      >>> for one, state in zip(blocks, merge_layers(states, "every:3", 7)):
+      ...     nnx.update(one, state)
+
     Source: Chen et al. 2016, arXiv 1604.06174, sections 4.1 to 4.3.
     """
     check_values = getattr(plan, "check_values", None)  # of a Plan
     plan = layer_plan(plan, num_layers)
+    bodies = tuple(body) if isinstance(body, Sequence) else (body,)
+    kinds = len(bodies)
+    if not kinds or not all(map(callable, bodies)):
+        raise PolicyError(
+            f"a stack takes a layer function, or a list of some in turn, not {body!r}"
+        )
+    if check_values and kinds > 1:
+        raise PolicyError(
+            f"a plan of jaxckpt.plan is of one layer function, not of {kinds} in turn: "
+            "give a policy or a layer plan"
+        )
+    loops = loops_of(plan.runs, kinds)
 
     def run_stack(carry, values):
-        expected = layout_keys(plan, scan=scan)
-        if not isinstance(values, dict) or set(values) != set(expected):
-            found = list(values) if isinstance(values, dict) else type(values).__name__
+        refuse_nnx((carry, values))
+        expected = layout_keys(plan, scan=scan, kinds=kinds)
+        keys = list(values) if isinstance(values, dict) else type(values).__name__
+        if set(keys) != set(expected) or (scan and not _is_split(values, loops)):
+            in_turn = f" over {kinds} kinds of layers" if kinds > 1 else ""
             raise PolicyError(
-                f"values are not in the layout of {plan}: expected "
-                f"{{{', '.join(expected[:3])}, ...}}, got {found}; use split_layers"
+                f"values are not in the layout of {plan}{in_turn}: expected "
+                f"{{{', '.join(expected[:3])}, ...}}, got {keys}; use split_layers"
             )
+        layers = _LayersInTurn(bodies)
         if check_values:
-            check_values(_values_of_a_layer(body, plan, scan, carry, values))
+            check_values(_names(bodies, carry, values, plan, scan)[0])
+        if kinds > 1 and any(part.policy.names for part in layer_parts(loops)):
+            found = _names(bodies, carry, values, plan, scan)
+            layers = _LayersInTurn(bodies, _fit(loops, found))
         if scan:
-            return _scan_runs(body, plan.runs, carry, values)
-        return _unroll(body, plan, carry, values)
+            return _scan_loops(layers, loops, carry, values)
+        return _unroll(layers, plan, carry, values)
 
     return run_stack
 
 
-def _values_of_a_layer(body: Body, plan: LayerPlan, scan: bool, carry, values):
-    """Every value that a policy could keep in the first layer; nothing runs."""
-    first = jax.eval_shape(
-        lambda values: merge_layers(values, plan, plan.num_layers, scan=scan)[0], values
+@dataclass(frozen=True)
+class _LayersInTurn:
+    """The layer functions, and by policy and kind the policies that differ by kind."""
+
+    bodies: tuple[Body, ...]
+    fitted: dict[tuple[Policy, int], Policy] = field(default_factory=dict)
+
+    def checkpointed(self, policy: Policy, place: int, in_loop: bool) -> Body:
+        kind = place % len(self.bodies)
+        policy = self.fitted.get((policy, kind), policy)
+        return checkpoint(self.bodies[kind], policy, in_loop=in_loop)
+
+
+def _fit(loops: Sequence[Loop], found: Sequence[Sequence[NamedValue]]):
+    """Each policy as a kind of layer can follow it: of the names those that it has.
+
+    Raises:
+      PolicyError: a name that no layer under the policy has.
+    """
+    parts = {(part.policy, part.kind) for part in layer_parts(loops)}
+    known = [{value.name for value in values} for values in found]
+    for policy in {policy for policy, _ in parts}:
+        under = set().union(*(known[kind] for one, kind in parts if one == policy))
+        if missing := set(policy.names) - under:
+            raise unknown_names(missing, under)
+    return {
+        (policy, kind): _with_names(policy, known[kind])
+        for policy, kind in parts
+        if policy.names
+    }
+
+
+def _with_names(policy: Policy, known: set[str]) -> Policy:
+    if not known & set(policy.names):
+        return FULL
+    save, offload = (
+        tuple(name for name in names if name in known)
+        for names in (policy.save, policy.offload)
     )
+    return Policy(save=save, offload=offload)
+
+
+def _names(bodies: Sequence[Body], carry, values, plan: LayerPlan, scan: bool):
+    """Every value that a policy could keep in a layer of each kind; nothing runs."""
+    kinds = len(bodies)
+    arrays, rebuild = split_static(values)
+    rebuild_layers = []
+
+    def first_layers(arrays):
+        layers = merge_layers(
+            rebuild(arrays), plan, plan.num_layers, scan=scan, kinds=kinds
+        )
+        found, of_found = split_static(layers[:kinds])
+        rebuild_layers.append(of_found)
+        return found
+
+    shapes = jax.eval_shape(first_layers, arrays)
+    firsts = rebuild_layers[0](shapes)
+    return [
+        _names_of_a_layer(body, carry, first)
+        for body, first in zip(bodies, firsts, strict=False)
+    ]
+
+
+def _names_of_a_layer(body: Body, carry, first) -> list[NamedValue]:
     arrays, rebuild = split_static((carry, first))
 
     def layer(*arrays):
@@ -108,7 +222,12 @@ def _values_of_a_layer(body: Body, plan: LayerPlan, scan: bool, carry, values):
 
 
 def split_layers(
-    values: Tree, plan: str | Layers, num_layers: int, *, scan: bool = True
+    values: Tree,
+    plan: str | Layers,
+    num_layers: int,
+    *,
+    scan: bool = True,
+    kinds: int = 1,
 ) -> dict[str, Tree]:
     """Brings per-layer values into the layout that a plan runs on.
 
@@ -117,6 +236,7 @@ def split_layers(
     Args:
       values: a pytree whose leaves are stacked, (num_layers, ...).
       plan, num_layers, scan: as given to `stack`.
+      kinds: how many layer functions `stack` was given.
     """
     sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(values)}
     if sizes - {(num_layers,)}:
@@ -127,109 +247,192 @@ def split_layers(
     layers = [
         jax.tree.map(lambda leaf, i=i: leaf[i], values) for i in range(num_layers)
     ]
-    return join_layers(layers, plan, num_layers, scan=scan)
+    return join_layers(layers, plan, num_layers, scan=scan, kinds=kinds)
 
 
 def join_layers(
-    layers: Sequence[Tree], plan: str | Layers, num_layers: int, *, scan: bool = True
+    layers: Sequence[Tree],
+    plan: str | Layers,
+    num_layers: int,
+    *,
+    scan: bool = True,
+    kinds: int = 1,
 ) -> dict[str, Tree]:
     """Brings a list of per-layer trees (the canonical layout) into a plan's layout.
 
-    As `split_layers`, for layers that are not stacked; undoes `merge_layers`.
+    As `split_layers`, for layers that are not stacked; undoes `merge_layers`. A tree
+    may be an Equinox module: arrays are stacked, and what is no array stays.
+
+    Raises:
+      PolicyError: layers of one kind whose trees, or what is no array in them, differ.
     """
+    refuse_nnx(layers)
     plan = layer_plan(plan, num_layers)
     if len(layers) != num_layers:
         raise PolicyError(f"{len(layers)} layers for a stack of {num_layers}")
     if not scan:
         return {f"layer_{index}": layer for index, layer in enumerate(layers)}
-    return _split_runs(plan.runs, list(layers))
+    _check_alike(layers, kinds)
+    return _split_loops(loops_of(plan.runs, kinds), list(layers))
 
 
 def merge_layers(
-    split: dict[str, Tree], plan: str | Layers, num_layers: int, *, scan: bool = True
+    split: dict[str, Tree],
+    plan: str | Layers,
+    num_layers: int,
+    *,
+    scan: bool = True,
+    kinds: int = 1,
 ) -> list[Tree]:
     """The list of per-layer trees of values in split layout; undoes `join_layers`."""
     plan = layer_plan(plan, num_layers)
     if not scan:
         return [split[f"layer_{index}"] for index in range(num_layers)]
-    return _merge_runs(plan.runs, split)
+    return _merge_loops(loops_of(plan.runs, kinds), split)
 
 
-def layout_keys(plan: LayerPlan, *, scan: bool) -> list[str]:
+def layout_keys(plan: LayerPlan, *, scan: bool, kinds: int = 1) -> list[str]:
     """The top-level keys of the split layout, in order."""
     if scan:
-        return [f"run_{index}" for index in range(len(plan.runs))]
+        return [f"run_{index}" for index in range(len(loops_of(plan.runs, kinds)))]
     return [f"layer_{index}" for index in range(plan.num_layers)]
 
 
-def in_loop(run: Run) -> bool:
-    """Whether a scanned run is a loop that XLA keeps: more than one iteration."""
-    return run.count > 1
+def _is_split(values: Tree, loops: Sequence[Loop]) -> bool:
+    """Whether values are in split layout, at any depth."""
+
+    def has_keys(tree, keys):
+        return isinstance(tree, dict) and set(tree) == set(keys)
+
+    def of_part(part: Part, tree) -> bool:
+        return not part.loops or _is_split(tree, part.loops)
+
+    def of_loop(loop: Loop, tree) -> bool:
+        if len(loop.parts) == 1:
+            return of_part(loop.parts[0], tree)
+        parts = dict(loop.named_parts())
+        return has_keys(tree, parts) and all(
+            of_part(part, tree[key]) for key, part in parts.items()
+        )
+
+    keyed = {f"run_{index}": loop for index, loop in enumerate(loops)}
+    return has_keys(values, keyed) and all(
+        of_loop(loop, values[key]) for key, loop in keyed.items()
+    )
 
 
-def _scan_runs(body: Body, runs: Sequence[Run], carry, values):
+def _scan_loops(layers: _LayersInTurn, loops: Sequence[Loop], carry, values):
     outputs = {}
-    for index, run in enumerate(runs):
+    for index, loop in enumerate(loops):
         key = f"run_{index}"
-        carry, outputs[key] = lax.scan(_iteration(body, run), carry, values[key])
+        arrays, rebuild = split_static(values[key])
+        once = _iteration(layers, loop)
+
+        def iteration(carry, arrays, once=once, rebuild=rebuild):
+            return once(carry, rebuild(arrays))
+
+        carry, outputs[key] = lax.scan(iteration, carry, arrays, length=loop.trips)
     return carry, outputs
 
 
-def _iteration(body: Body, run: Run) -> Body:
-    """One iteration of a run: a layer or a group, checkpointed."""
+def _iteration(layers: _LayersInTurn, loop: Loop) -> Body:
+    """One trip of a loop: its layers or groups, each checkpointed."""
 
-    def group(carry, values):
-        return _scan_runs(body, run.group, carry, values)
+    def of_part(part: Part) -> Body:
+        in_loop = not loop.keeps_barriers
+        if not part.loops:
+            return layers.checkpointed(part.policy, part.kind, in_loop)
 
-    once = group if run.group else body
-    return checkpoint(once, run.policy, in_loop=in_loop(run))
+        def group(carry, values):
+            return _scan_loops(layers, part.loops, carry, values)
+
+        return checkpoint(group, part.policy, in_loop=in_loop)
+
+    if len(loop.parts) == 1:
+        return of_part(loop.parts[0])
+
+    def in_turn(carry, values):
+        outputs = {}
+        for key, part in loop.named_parts():
+            carry, outputs[key] = of_part(part)(carry, values[key])
+        return carry, outputs
+
+    return in_turn
 
 
-def _unroll(body: Body, plan: LayerPlan, carry, values):
-    def layers(runs: Sequence[Run], start: int, carry):
+def _unroll(layers: _LayersInTurn, plan: LayerPlan, carry, values):
+    def run_layers(runs: Sequence[Run], start: int, carry):
         """Straight-line code for some runs; returns the outputs of its layers."""
         found = []
         for run in runs:
             for _ in range(run.count):
+                if run.group:
 
-                def once(carry, run=run, start=start):
-                    if run.group:
-                        return layers(run.group, start, carry)
-                    carry, output = body(carry, values[f"layer_{start}"])
-                    return carry, [output]
+                    def group(carry, run=run, start=start):
+                        return run_layers(run.group, start, carry)
 
-                carry, outputs = checkpoint(once, run.policy, in_loop=False)(carry)
-                found += outputs
+                    carry, outputs = checkpoint(group, run.policy, in_loop=False)(carry)
+                    found += outputs
+                else:
+                    once = layers.checkpointed(run.policy, start, in_loop=False)
+                    carry, output = once(carry, values[f"layer_{start}"])
+                    found.append(output)
                 start += run.layers_per_iteration
         return carry, found
 
-    carry, found = layers(plan.runs, 0, carry)
+    carry, found = run_layers(plan.runs, 0, carry)
     outputs = {f"layer_{index}": output for index, output in enumerate(found)}
     return carry, outputs
 
 
-def _split_runs(runs: Sequence[Run], layers: list[Tree]) -> dict[str, Tree]:
-    split, start = {}, 0
-    for index, run in enumerate(runs):
-        iterations = []
-        for _ in range(run.count):
-            chunk = layers[start : start + run.layers_per_iteration]
-            iterations.append(_split_runs(run.group, chunk) if run.group else chunk[0])
-            start += run.layers_per_iteration
-        split[f"run_{index}"] = jax.tree.map(_stack_leaves, *iterations)
+def _split_loops(loops: Sequence[Loop], layers: list[Tree]) -> dict[str, Tree]:
+    split, rest = {}, iter(layers)
+    for index, loop in enumerate(loops):
+        trips = []
+        for _ in range(loop.trips):
+            parts = {}
+            for key, part in loop.named_parts():
+                chunk = [next(rest) for _ in range(part.num_layers)]
+                parts[key] = _split_loops(part.loops, chunk) if part.loops else chunk[0]
+            trips.append(parts if len(parts) > 1 else parts["part_0"])
+        split[f"run_{index}"] = jax.tree.map(_stack_leaves, *trips)
     return split
 
 
-def _merge_runs(runs: Sequence[Run], split: dict[str, Tree]) -> list[Tree]:
+def _merge_loops(loops: Sequence[Loop], split: dict[str, Tree]) -> list[Tree]:
     layers = []
-    for index, run in enumerate(runs):
-        tree = split[f"run_{index}"]
-        for i in range(run.count):
-            iteration = jax.tree.map(lambda leaf, i=i: leaf[i], tree)
-            layers += _merge_runs(run.group, iteration) if run.group else [iteration]
+    for index, loop in enumerate(loops):
+        for i in range(loop.trips):
+            trip = jax.tree.map(
+                lambda leaf, i=i: leaf[i] if is_array(leaf) else leaf,
+                split[f"run_{index}"],
+            )
+            for key, part in loop.named_parts():
+                tree = trip[key] if len(loop.parts) > 1 else trip
+                layers += _merge_loops(part.loops, tree) if part.loops else [tree]
     return layers
 
 
+def _check_alike(layers: Sequence[Tree], kinds: int) -> None:
+    """Layers of a kind have one structure, in which what is no array is equal."""
+    for index in range(kinds, len(layers)):
+        (arrays, static), (like, like_static) = (
+            _structure(layers[place]) for place in (index, index % kinds)
+        )
+        if arrays != like or static != like_static:
+            raise PolicyError(
+                f"layer {index} is not built like layer {index % kinds}: layers that "
+                "differ in turn are a list of layer functions, and kinds their number"
+            )
+
+
+def _structure(layer: Tree):
+    leaves, treedef = jax.tree.flatten(layer)
+    return treedef, [None if is_array(leaf) else leaf for leaf in leaves]
+
+
 def _stack_leaves(*leaves):
+    if not is_array(leaves[0]):
+        return leaves[0]
     on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
     return np.stack(leaves) if on_host else jnp.stack(leaves)

@@ -98,6 +98,11 @@ def plan(
     Source: section 3 of Jain et al. 2020 (arXiv 1910.02653) reduced to one
     recomputation per value; Beaumont et al. 2019 (arXiv 1911.13214) for the chain.
     """
+    if not callable(fn):
+        raise PlanArgumentError(
+            f"plan takes one function, not a {type(fn).__name__}; of layers that differ "
+            "in turn plan each kind by itself"
+        )
     limit = _bytes("budget", budget)
     host_limit = math.inf if host_budget is None else _bytes("host_budget", host_budget)
     if offload and num_layers is None:
