@@ -224,9 +224,9 @@ def test_one_scan_over_the_period_and_nothing_runs_twice(equations, count_runs):
 def test_a_name_that_one_kind_has_is_a_name(references):
     args, _ = references(7, 2)
     loss_of("save:h", 7, 2)(*args)
-    for plan in ("save:hh", "every:3/save:h,hh", "6xfull+1xsave:router"):
+    for text in ("save:hh", "every:3/save:h,hh", "6xfull+1xsave:router"):
         with pytest.raises(PolicyError, match="no value is named '(hh|router)'"):
-            loss_of(plan, 7, 2)(*args)
+            loss_of(text, 7, 2)(*args)
 
 
 def test_errors_are_one_line():

@@ -100,8 +100,8 @@ def plan(
     """
     if not callable(fn):
         raise PlanArgumentError(
-            f"plan takes one function, not a {type(fn).__name__}; of layers that differ "
-            "in turn plan each kind by itself"
+            f"plan takes one function, not a {type(fn).__name__}; of layers in turn "
+            "plan each kind by itself"
         )
     limit = _bytes("budget", budget)
     host_limit = math.inf if host_budget is None else _bytes("host_budget", host_budget)
