@@ -84,6 +84,15 @@ def memory_kinds(device: Any) -> tuple[str, ...] | None:
     return tuple(memory.kind for memory in found) or None
 
 
+def offload_ends_process(device: Any) -> bool:
+    """Whether compiling a program that offloads may end the process.
+
+    On a CPU before jax 0.8, as soon as the jitted function has ``out_shardings``: it
+    does with "double free or corruption", or fails for want of a custom call.
+    """
+    return device.platform == "cpu" and jax.__version_info__ < (0, 8)
+
+
 def in_host_memory(argument: Any) -> Any:
     """Declares an argument of the jitted function around to be in pinned host memory.
 

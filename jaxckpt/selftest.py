@@ -25,7 +25,7 @@ class SelftestConfig:
     unrolled ones, in float32 and bfloat16, with other weights in every layer; offloaded
     values are in host memory; less is kept where less should be; and flash attention
     runs forward once where its output is kept. A line for each check, and exit code 1
-    when one failed. Minutes: one or two.
+    when one failed. It takes a minute or two.
     """
 
     virtual_devices: int = 0

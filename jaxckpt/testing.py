@@ -210,7 +210,7 @@ def assert_offload_works(
         one memory: there only the gradient is looked at.
 
     Example:
-      >>> assert_offload_works("every:2/offload:context")
+      >>> assert_offload_works("every:2/save:context")  # offloads nothing
     """
     device = device or jax.local_devices()[0]
     shapes = shapes_of(layer_plan(layers, num_layers), scan=scan)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxckpt import compat
 from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.compiler.memory import memory_bytes
 from jaxckpt.layers import LayerPlan
@@ -92,6 +93,19 @@ def moved(
         temp=memory.temp_bytes,
         temp_when_saved=temp_when_saved,
     )
+
+
+class NoOffloadError(RuntimeError):
+    """A program that offloads, where compiling it is known to end the process."""
+
+
+def check_possible(plan: LayerPlan, device: Any) -> None:
+    """Raises NoOffloadError, with the reason, instead of letting the process end."""
+    if offloads(plan) and compat.offload_ends_process(device):
+        raise NoOffloadError(
+            f"jax {jax.__version__} ends the process that compiles it for a "
+            f"{device.platform}; jax 0.8 does not"
+        )
 
 
 def offloads(plan: LayerPlan) -> bool:

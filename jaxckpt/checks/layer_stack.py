@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt.checks import host
 from jaxckpt.checks.check import (
+    UNKNOWN,
     Check,
     broken,
     in_turn,
@@ -137,6 +138,7 @@ class Case:
         """The gradient under a plan: text, a `LayerPlan` or a `Plan`."""
         layers = self.sizes.layers
         plan = layer_plan(policy, layers)
+        host.check_possible(plan, self.mesh.devices.flat[0])
         run = self.make_stack(self.layer, policy, layers, scan=scan)
         split = split_layers(self.weights, plan, layers, scan=scan)
 
@@ -204,6 +206,8 @@ def check_plans(
             if host.offloads(program.plan):
                 twin = temp.get(text.replace("offload", "save"))
                 yield check_moved(case, name, program, twin)
+        except host.NoOffloadError as error:
+            yield Check(name, AGAINST, "", UNKNOWN, str(error))
         except Exception as error:
             yield broken(name, AGAINST, error)
 

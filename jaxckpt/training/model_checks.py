@@ -12,8 +12,10 @@ from jaxckpt.checks import host
 from jaxckpt.checks.check import (
     NOT_APPLICABLE,
     OK,
+    UNKNOWN,
     Check,
     broken,
+    failure,
     in_turn,
     judged,
     largest_difference,
@@ -92,6 +94,7 @@ class ModelCase:
     def compile(self, policy: str) -> Program:
         """The gradient of the mean loss, with the same dropout masks always."""
         program = self._program(policy)
+        host.check_possible(program.plan, self._placement.mesh.devices.flat[0])
         weights = np.ones(self._tokens[0].shape, np.float32)
         batch = jax.tree.map(
             lambda leaf: jax.device_put(leaf, self._placement.sharding(("sequences",))),
@@ -153,6 +156,8 @@ def check_model(case: ModelCase, policies: Sequence[str]) -> Iterator[Check]:
                 there = program.moved({})
                 holds, told, reason = there.verdict(case.platform)
                 yield Check(name, MOVED, told, judged(holds), reason, vars(there))
+        except host.NoOffloadError as error:
+            yield Check(name, AGAINST, "", UNKNOWN, str(error))
         except Exception as error:
             yield broken(name, AGAINST, error)
 
@@ -163,26 +168,32 @@ def check_model(case: ModelCase, policies: Sequence[str]) -> Iterator[Check]:
 def check_flash(device: Any) -> Iterator[Check]:
     """How often the flash kernel runs forward, as traced and in the compiled program.
 
-    A device that cannot run it compiles nothing.
+    Where the device cannot run it nothing is compiled, and it is traced only if JAX
+    finds cuDNN, as it does with the CUDA plugin for absent GPUs.
     """
     capability = getattr(device, "compute_capability", None)
-    kernel, reason = choose_attention(
+    kernel, obstacle = choose_attention(
         device.platform, capability, "bfloat16", _HEAD_DIM, 0.0
     )
     for policy, wanted in FLASH_RUNS.items():
         name = f"flash kernel under {policy}"
+        compared = "forward runs per layer as traced"
         try:
             gradient, arguments = flash_gradient(policy)
             traced = count_flops(gradient, *arguments).attention_forward_runs
-            yield _counted(name, "forward runs per layer as traced", traced, wanted)
+            yield _counted(name, compared, traced, wanted)
             compared = "forward runs per layer as compiled"
-            if kernel != "cudnn":
-                yield Check(name, compared, "", NOT_APPLICABLE, reason)
-                continue
-            runs = compiled_runs(gradient, arguments, device)
-            yield _counted(name, compared, runs, wanted)
+            if kernel == "cudnn":
+                runs = compiled_runs(gradient, arguments, device)
+                yield _counted(name, compared, runs, wanted)
+            else:
+                yield Check(name, compared, "", NOT_APPLICABLE, obstacle)
         except Exception as error:
-            yield broken(name, "forward runs per layer", error)
+            if kernel == "cudnn":
+                yield broken(name, compared, error)
+            else:
+                reason = f"{obstacle}; {failure(error)}"
+                yield Check(name, compared, "", NOT_APPLICABLE, reason)
 
 
 def _counted(name: str, compared: str, runs: int, wanted: int) -> Check:

@@ -5,9 +5,10 @@ import types
 import jax
 import pytest
 
-from jaxckpt import train
+from jaxckpt import compat, train
 from jaxckpt.checks import offload
-from jaxckpt.checks.layer_stack import Case, plain_layer
+from jaxckpt.checks.check import UNKNOWN
+from jaxckpt.checks.layer_stack import Case, check_plans, plain_layer
 from jaxckpt.checks.sizes import StackSizes
 from jaxckpt.layers import layer_plan
 from jaxckpt.models.presets import ConfigError
@@ -19,6 +20,9 @@ from jaxckpt.training.job import Job
 from jaxckpt.training.offload_check import check_offload
 
 DEVICE = jax.devices()[0]
+offloads_here = pytest.mark.skipif(
+    compat.offload_ends_process(DEVICE), reason="offloading ends the process"
+)
 
 
 @pytest.fixture
@@ -68,11 +72,13 @@ def test_the_shapes_are_those_of_what_a_plan_offloads(plan, scan, shapes):
     assert offload.shapes_of(layer_plan(plan, 8), scan=scan) == shapes
 
 
+@offloads_here
 def test_it_passes_here(compile_fast):
     assert offload.find_fault(DEVICE, tuple(offload.SHAPES)) is None
     assert_offload_works("every:2/offload:context")
 
 
+@offloads_here
 def test_layers_in_the_wrong_order_are_found(mixed_up):
     fault = offload.find_fault(DEVICE, ["unrolled", "loop"])
     assert fault is not None and "is wrong by" in fault
@@ -93,6 +99,17 @@ def test_what_does_not_compile_is_told(monkeypatch):
     fault = offload.find_fault(DEVICE, ["loop"])
     offload._fault.cache_clear()
     assert fault and fault.endswith("does not run: RuntimeError: INTERNAL: no")
+
+
+def test_what_would_end_the_process_is_not_compiled(monkeypatch):
+    monkeypatch.setattr(compat, "offload_ends_process", lambda device: True)
+    offload._fault.cache_clear()
+    fault = offload.find_fault(DEVICE, ["loop"])
+    offload._fault.cache_clear()
+    assert fault and "ends the process that compiles it for a cpu" in fault
+    sizes = StackSizes(layers=4, batch=2, time=4, width=8)
+    (found,) = check_plans(Case(sizes, [DEVICE]), ["offload:hidden"])
+    assert found.verdict == UNKNOWN and "ends the process" in found.reason
 
 
 # ---------------------------------------------------------------- who asks
