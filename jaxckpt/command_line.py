@@ -80,8 +80,15 @@ def run(main: Callable[[], None], *, prog: str) -> NoReturn:
 
 
 def make_console(**options: Any) -> Any:
-    """A rich console that leaves a closed pipe to `run`, instead of exiting itself."""
+    """A rich console that leaves a closed pipe to `run`, instead of exiting itself.
+
+    Under a notebook, whose shell commands see a terminal that keeps every frame of a
+    progress bar as a line of its own, it writes plain lines.
+    """
     from rich.console import Console
+
+    if "JPY_PARENT_PID" in os.environ:  # set by Jupyter, and so by Colab
+        options = {"force_terminal": False, "color_system": None, **options}
 
     class PipeConsole(Console):
         def on_broken_pipe(self) -> None:

@@ -104,6 +104,8 @@ def _print_peak(rows: list[dict[str, Any]], console: Console) -> None:
     if not rows:
         return
     row = max(rows, key=lambda row: row["device_total_bytes"] or 0)
+    if not row["peak"]:
+        return
     table = Table(
         title=f"largest at the peak of {row['policy']}, as compiled",
         title_justify="left",
