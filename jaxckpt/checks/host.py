@@ -72,19 +72,23 @@ def moved(
       compiled: a gradient under a plan.
       plan: the plan.
       nbytes: of one device's part of each named value; others count as one byte.
-      temp_when_saved: see `Moved`.
+      temp_when_saved: see `Moved`. Not looked at for groups of layers, whose share is
+        too small to stand out from the workspace of a matmul.
       scan: whether layers are loops. In straight-line code XLA may bring a value back
         long before its turn (XLA:GPU does, jax 0.10.2): there all must be moved, but
         how many are in host memory at once, and what that saves, is not known.
     """
     memory = memory_bytes(compiled)
     at_once = everywhere = 0
+    grouped = any(around for policy, _, around in plan.leaves() if policy.offload)
     for policy, layers, around in plan.leaves():
         run = layers * sum(nbytes.get(name, 1) for name in policy.offload)
         at_once = max(at_once, run)
         everywhere += run * int(np.prod(around, dtype=int))
     if not scan:
-        at_once, temp_when_saved = min(at_once, 1), None
+        at_once = min(at_once, 1)
+    if grouped or not scan:
+        temp_when_saved = None
     return Moved(
         host=memory.host_temp_bytes,
         transfers=_transfer_bytes(compiled),

@@ -58,11 +58,11 @@ def small_model(platform: str, devices: int, *, scan: bool = True) -> ModelConfi
 
 
 class ModelCase:
-    """The shipped model with dropout, whose gradient is taken under many policies.
+    """The shipped model, whose gradient is taken under many policies.
 
     Args:
       devices: that weights and batch are cut over.
-      architecture: in float32, its attention decided.
+      architecture: in float32, its attention decided; may have dropout.
     """
 
     def __init__(self, devices: Sequence[Any], architecture: ModelConfig):
@@ -142,9 +142,10 @@ def check_model(case: ModelCase, policies: Sequence[str]) -> Iterator[Check]:
     # An embedding's gradient is added up in any order on a GPU.
     allowed = TOLERANCE if case.platform == "cpu" else ANY_ORDER
     form = "" if case.architecture.scan_layers else ", unrolled"
+    form += ", with dropout" if case.architecture.dropout else ""
     jobs = [functools.partial(case.compile, policy) for policy in policies]
     for policy, wait in zip(policies, in_turn(jobs), strict=True):
-        name = f"{policy}{form}, with dropout"
+        name = f"{policy}{form}"
         try:
             program = wait()
             found = [largest_difference(program.run(), case.want) for _ in range(_RUNS)]

@@ -120,7 +120,8 @@ def test_layers_may_be_cut_over_devices(compile_fast):
 class Unlike:
     """A case of the model whose gradient differs by policy, in one entry."""
 
-    platform, architecture = "cpu", types.SimpleNamespace(scan_layers=True)
+    platform = "cpu"
+    architecture = types.SimpleNamespace(scan_layers=False, dropout=0.1)
 
     def __init__(self, by):
         self._by, self.want = by, {"a": np.array([2.0, 1.0])}
@@ -134,6 +135,7 @@ class Unlike:
 def test_the_models_gradient_is_held_against_no_remat(by, verdict):
     found = list(check_model(Unlike(by), ["full", "offload:mlpwi_0"]))
     assert [one.verdict for one in found] == [verdict, verdict, UNKNOWN]
+    assert found[0].name == "full, unrolled, with dropout"
 
 
 @pytest.mark.slow
@@ -180,7 +182,8 @@ class Compiled:
 )
 def test_what_a_plan_has_to_move_is_known(plan, at_once, everywhere):
     """As XLA:GPU compiled them, jax 0.10.2 and 0.12.0.1: host memory, transfers."""
-    found = host.moved(Compiled(), layer_plan(plan, 8), {"a": 10, "b": 10})
+    found = host.moved(Compiled(), layer_plan(plan, 8), {"a": 10, "b": 10}, 9)
+    assert found.temp_when_saved == (9 if at_once == everywhere else None)
     assert found.least_host == 10 * at_once
     assert found.least_transfers == 2 * 10 * everywhere
     assert found.transfers is None  # its program is no HLO
