@@ -30,7 +30,7 @@ _RULE_WITH_NAMES = (
     "instead, as in save:context,out_proj"
 )
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
-_AUTOMATIC = re.compile(r"[a-z_]\w*\.\d+")
+_AUTOMATIC = re.compile(r"[a-z_][\w\-]*\.\d+")  # scatter-add.0
 _OF_A_STACK = re.compile(
     r"((sqrt|(every|revolve):\s*\d+)\s*(/.*)?|\d+\s*x.*)", re.DOTALL
 )
