@@ -23,11 +23,32 @@ USER_NAMES = ("alpha", "beta")
 
 
 def _convolve(a, b):
-    return lax.conv_general_dilated(a[None, None], b[None, None, :3, :3], (1, 1), "SAME")
+    window = b[None, None, :3, :3]
+    return lax.conv_general_dilated(a[None, None], window, (1, 1), "SAME")[0, 0] / 9
 
 
 def _batched(a, b):
     return jnp.einsum("bij,bjk->bik", a.reshape(4, 2, 2), b.reshape(4, 2, 2))
+
+
+def _pool(a):
+    return lax.reduce_window(a, 0.0, lax.add, (2, 2), (1, 1), "SAME") / N
+
+
+def _dynamic_slice(a, i):
+    return (a + lax.dynamic_slice(a, (i[0], 0), (1, N))) / 2
+
+
+def _dynamic_update(a, b, i):
+    return lax.dynamic_update_slice(a, b[:2], (i[1], 0))
+
+
+def _floor(a):
+    return jnp.clip(jnp.floor(2 * a[1]), 0, N - 1).astype(jnp.int32)
+
+
+def _accumulated(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.float32) / N
 
 
 def _pad(a):
@@ -80,7 +101,7 @@ FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "matmul_t": ("ff>f", lambda a, b: jnp.einsum("ij,kj->ik", a, b) / N),
     "matmul_batched": ("ff>f", lambda a, b: _batched(a, b).reshape(N, N) / 2),
     "outer": ("ff>f", lambda a, b: jnp.outer(a[:, 0], b[0])),
-    "convolve": ("ff>f", lambda a, b: _convolve(a, b)[0, 0] / 9),
+    "convolve": ("ff>f", _convolve),
     "constant": ("f>f", lambda a: (a + CONSTANT) / 2),
     "matmul_constant": ("f>f", lambda a: a @ CONSTANT / N),
     "transpose": ("f>f", jnp.transpose),
@@ -98,7 +119,7 @@ FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "cumprod": ("f>f", lambda a: jnp.cumprod(jnp.cos(a), 1)),
     "cummax": ("f>f", lambda a: lax.cummax(a, 0)),
     "cumlogsumexp": ("f>f", lambda a: lax.cumlogsumexp(a, 1) / 2),
-    "pool": ("f>f", lambda a: lax.reduce_window(a, 0.0, lax.add, (2, 2), (1, 1), "SAME") / N),
+    "pool": ("f>f", _pool),
     "fft": ("f>f", lambda a: jnp.fft.irfft(jnp.fft.rfft(a) * (0.5 + 0.5j), N)),
     "cholesky": ("f>f", lambda a: jnp.linalg.cholesky(jnp.eye(N) + a @ a.T / N) / 2),
     "sort": ("f>f", lambda a: jnp.sort(a, 0)),
@@ -106,13 +127,13 @@ FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "take": ("fi>f", lambda a, i: a[i]),
     "take_along": ("fi>f", lambda a, i: jnp.take_along_axis(a, i[:, None], 1) + a / 2),
     "scatter_add": ("ffi>f", lambda a, b, i: a.at[i].add(b) / 2),
-    "dynamic_slice": ("fi>f", lambda a, i: (a + lax.dynamic_slice(a, (i[0], 0), (1, N))) / 2),
-    "dynamic_update": ("ffi>f", lambda a, b, i: lax.dynamic_update_slice(a, b[:2], (i[1], 0))),
+    "dynamic_slice": ("fi>f", _dynamic_slice),
+    "dynamic_update": ("ffi>f", _dynamic_update),
     "one_hot": ("fi>f", lambda a, i: a * jax.nn.one_hot(i, N)),
     "barrier": ("f>f", lax.optimization_barrier),
     "argmax": ("f>i", lambda a: jnp.argmax(a, 1).astype(jnp.int32)),
     "argsort": ("f>i", lambda a: jnp.argsort(a[0]).astype(jnp.int32)),
-    "floor": ("f>i", lambda a: jnp.clip(jnp.floor(2 * a[1]), 0, N - 1).astype(jnp.int32)),
+    "floor": ("f>i", _floor),
     "next": ("i>i", lambda i: (i + 1) % N),
     "cumsum_int": ("ii>i", lambda i, j: jnp.cumsum(i ^ j) % N),
     "iota": ("i>i", lambda i: lax.iota(jnp.int32, N)[::-1] | i),
@@ -120,7 +141,7 @@ FUNCTIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "to_f32": ("h>f", lambda a: a.astype(jnp.float32)),
     "tanh_bf16": ("h>h", jnp.tanh),
     "matmul_bf16": ("hh>h", lambda a, b: a @ b / N),
-    "dot_f32_of_bf16": ("hh>f", lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32) / N),
+    "dot_f32_of_bf16": ("hh>f", _accumulated),
     "softmax_bf16": ("h>h", jax.nn.softmax),
 }  # fmt: skip
 
@@ -229,7 +250,7 @@ def _custom_jvp(one: Operation, a, b):
 
     @function.defjvp
     def rule(primals, tangents):
-        output, tangent = jax.jvp(lambda *args: one.inside[0](*args)[0], primals, tangents)
+        output, tangent = jax.jvp(_first(one), primals, tangents)
         return output, tangent / 2
 
     return function(a, b)
@@ -248,7 +269,7 @@ def _custom_vjp(one: Operation, a, b):
 
     def backward(kept, cotangent):
         a, b, output = kept
-        _, pull = jax.vjp(lambda *args: one.inside[0](*args)[0], a, b)
+        _, pull = jax.vjp(_first(one), a, b)
         return pull(cotangent * (1 + jnp.tanh(output)) / 2)
 
     function.defvjp(forward, backward)
@@ -289,6 +310,13 @@ _RUN_NESTED: dict[str, Callable[..., Any]] = {
 def programs(kinds: str = "ffi", depth: int = 2, most: int = 6) -> Any:
     """A strategy of programs with inputs of these kinds, nested at most so deep."""
     return st.builds(_assemble, st.just(kinds), _sketches(depth, most), _PICK)
+
+
+def operation(name: str) -> Program:
+    """A program of one operation; those inside it, where it holds any, are simple."""
+    inner = [[("sin", [("f", 0)], [], 0)] for _ in range(_inside(name))]
+    reads = [(kind, index) for index, kind in enumerate(_reads(name))]
+    return _assemble("ffi", [(name, reads, inner, 0)], 1)
 
 
 _PICK = st.integers(0, 11)  # which of the values so far, counted back from the last

@@ -52,7 +52,8 @@ def _equation(equation: jex_core.JaxprEqn, inputs: list[Any]) -> list[Any]:
         return _while(params, inputs)
     if name == "cond":
         branches = params["branches"]
-        return _body(branches[np.clip(int(inputs[0]), 0, len(branches) - 1)], inputs[1:])
+        chosen = np.clip(int(inputs[0]), 0, len(branches) - 1)
+        return _body(branches[chosen], inputs[1:])
     if name in _CALLS:
         inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
         return _body(inner, inputs)

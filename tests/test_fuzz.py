@@ -1,9 +1,10 @@
 """Random programs under random policies and plans have the gradients they had before.
 
-100 programs run by default, the same ones each time, and 2,000 with ``-m slow``. Others,
-and more of them:
+100 programs run by default, the same ones each time, and 2,000 with ``-m slow``.
+Others, and more of them:
 
-    JAXCKPT_FUZZ_SEED=7 JAXCKPT_FUZZ_PROGRAMS=5000 pytest -n 0 -m slow tests/test_fuzz.py
+    JAXCKPT_FUZZ_SEED=7 JAXCKPT_FUZZ_PROGRAMS=5000 \\
+        pytest -n 0 -m slow tests/test_fuzz.py -k policy
 
 A failure prints the smallest program found, and the policy or plan it fails under.
 """
@@ -15,27 +16,30 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax import lax
 from jax.extend import core as jex_core
 
 import jaxckpt
-from jaxckpt import automatic_names, compat, remat, segments
+from jaxckpt import automatic_names, compat, segments
 from jaxckpt.layers import LayerPlan, Run
 from jaxckpt.naming import list_names
 from jaxckpt.policies import RULES, Policy
 
 from . import interpreter
-from .fuzz_programs import FUNCTIONS, NESTED, N, Operation, Program, programs
+from .fuzz_programs import FUNCTIONS, NESTED, N, operation, programs
 
 SEED = os.environ.get("JAXCKPT_FUZZ_SEED")
 MORE = int(os.environ.get("JAXCKPT_FUZZ_PROGRAMS", 2000))
 
 
-def fuzz(property, count, **kinds):
+def fuzz(property, count, *, shrink=True, **kinds):
     """Checks a property of so many random examples."""
+    phases = set(hypothesis.Phase) - ({hypothesis.Phase.shrink} if not shrink else set())
     settings = hypothesis.settings(
         max_examples=count,
         derandomize=SEED is None,
         database=None,
+        phases=phases,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     test = settings(hypothesis.given(**kinds)(property))
@@ -46,7 +50,7 @@ def fuzz(property, count, **kinds):
 
 _RANDOM = np.random.default_rng(0)
 X, W = (_RANDOM.uniform(-1, 1, (N, N)).astype(np.float32) for _ in range(2))
-I = np.array([2, 0, 3, 1], np.int32)
+ROWS = np.array([2, 0, 3, 1], np.int32)
 COTANGENTS = [np.cos(np.arange(16.0)), np.sin(np.arange(16.0) + 2)]
 
 
@@ -134,20 +138,20 @@ def names_of(closed):
 
 def check_block(program, data):
     """`remat` of a function."""
-    names = names_of(jax.make_jaxpr(program)(X, W, I))
+    names = names_of(jax.make_jaxpr(program)(X, W, ROWS))
     policy = data.draw(policies(names), label="policy")
     rematted = jaxckpt.remat(program, policy)
     assert_equal(
         lambda arrays, i: rematted(*arrays, i),
         lambda arrays, i: program(*arrays, i),
         (X, W),
-        I,
+        ROWS,
     )
 
 
 def check_stages(program, data):
     """A function that is cut anywhere, its stages under a layer plan."""
-    closed = segments.flat_program(program, X, W, I)
+    closed = segments.flat_program(program, X, W, ROWS)
     last = len(closed.jaxpr.eqns) - 1
     places = st.integers(1, last) if last > 0 else st.nothing()
     cuts = data.draw(st.sets(places, max_size=4 if last > 0 else 0), label="cuts")
@@ -167,7 +171,7 @@ def check_stages(program, data):
         lambda arrays, i: run(*arrays, i),
         lambda arrays, i: program(*arrays, i),
         (X, W),
-        I,
+        ROWS,
     )
 
 
@@ -184,7 +188,7 @@ def _under_policy(stage):
 def check_stack(program, data):
     """A program as the layer of a stack, scanned or not, under a layer plan."""
     depth = data.draw(st.integers(1, 6), label="layers")
-    names = names_of(jax.make_jaxpr(program)(X, W, I))
+    names = names_of(jax.make_jaxpr(program)(X, W, ROWS))
     plan = data.draw(layer_plans(names, depth), label="plan")
     scan = data.draw(st.booleans(), label="scan")
 
@@ -192,7 +196,7 @@ def check_stack(program, data):
         return program(carry, *values)
 
     weights = np.stack([np.roll(W, index, 0) for index in range(depth)])
-    numbers = np.stack([(I + index) % N for index in range(depth)])
+    numbers = np.stack([(ROWS + index) % N for index in range(depth)])
 
     def planned(arrays, numbers):
         x, weights = arrays
@@ -236,10 +240,10 @@ def check_budget(program, data):
     try:
         if data.draw(st.booleans(), label="a stack"):
             plan = jaxckpt.plan(
-                layer, X, (W, I), num_layers=3, budget=2 * budget, max_compiles=2
+                layer, X, (W, ROWS), num_layers=3, budget=2 * budget, max_compiles=2
             )
         else:
-            plan = jaxckpt.plan(program, X, W, I, budget=budget, max_compiles=2)
+            plan = jaxckpt.plan(program, X, W, ROWS, budget=budget, max_compiles=2)
     except jaxckpt.Infeasible:
         hypothesis.event("infeasible")
         return
@@ -250,10 +254,49 @@ def check_budget(program, data):
             lambda arrays, i: jaxckpt.remat(program, plan)(*arrays, i),
             lambda arrays, i: program(*arrays, i),
             (X, W),
-            I,
+            ROWS,
         )
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_plans_within_a_budget_change_no_gradient(count, compile_fast):
-    fuzz(check_budget, count, program=programs(), data=st.data())
+    # Compiling is slow, and so would be looking for a smaller program.
+    fuzz(check_budget, count, shrink=False, program=programs(), data=st.data())
+
+
+# ---------------------------------------------------------------- that it can fail
+
+
+def test_every_operation_runs_and_is_differentiable(equations):
+    primitives = set()
+    for name in (*FUNCTIONS, *NESTED):
+        program = operation(name)
+        assert_equal(
+            lambda arrays, i, program=program: jax.checkpoint(program)(*arrays, i),
+            lambda arrays, i, program=program: program(*arrays, i),
+            (X, W),
+            ROWS,
+        )
+        found = equations(jax.make_jaxpr(program)(X, W, ROWS))
+        primitives |= {equation.primitive.name for equation, _ in found}
+    assert len(primitives) > 80, sorted(primitives)
+
+
+@pytest.mark.slow
+def test_a_policy_that_is_applied_wrongly_is_found(monkeypatch):
+    def name_values(closed, names=None):
+        named = automatic_names.name_values(closed, names)
+        equations = [
+            equation.replace(primitive=lax.sin_p)
+            if names and equation.primitive is lax.cos_p
+            else equation
+            for equation in named.jaxpr.eqns
+        ]
+        return named.replace(jaxpr=named.jaxpr.replace(eqns=equations))
+
+    monkeypatch.setattr("jaxckpt.remat.name_values", name_values)
+    with pytest.raises(AssertionError) as failure:
+        fuzz(check, 400, program=programs(), data=st.data())
+    told = "\n".join(failure.value.__notes__)
+    assert "program(f0, f1, i2):" in told and "policy" in told
+    assert "cos(" in told and told.count(" = ") <= 3, told  # shrunk to what matters

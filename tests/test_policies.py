@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt.policies import ALIASES, RULES, Policy, PolicyError, parse_policy
+from jaxckpt.policies import (
+    ALIASES,
+    RULES,
+    Policy,
+    PolicyError,
+    is_automatic,
+    parse_policy,
+)
 
 PRESETS = [rule for rule in RULES if rule != "names"]
 NAME = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,8}", fullmatch=True)
@@ -150,6 +157,16 @@ def test_the_object_refuses_what_the_text_refuses(fields, message):
     with pytest.raises(PolicyError) as error:
         Policy(**fields)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tanh.0", "dot_general.12", "scatter-add.0"])
+def test_automatic_names_are_primitives_with_a_number(name):
+    assert is_automatic(name) and str(parse_policy(f"save:{name}")) == f"save:{name}"
+
+
+@pytest.mark.parametrize("name", ["tanh", "tanh.", "Tanh.0", "2.0"])
+def test_other_names_are_not_automatic(name):
+    assert not is_automatic(name)
 
 
 def test_a_policy_error_is_a_value_error():

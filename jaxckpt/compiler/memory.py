@@ -10,7 +10,11 @@ import jax
 
 # On CPU, XLA drops the barriers that keep straight-line recomputation apart from the
 # forward pass, and then merges the two: without this no unrolled remat saves a byte.
-_CPU_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# It also puts a small loop into one kernel, and ends the process where a barrier is in
+# it (tried with jaxlib 0.10.2 and 0.12.0.1): a checkpoint in a layer of a small stack.
+_CPU_OPTIONS = {
+    "xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"
+}
 _ESTIMATES = {"xla_gpu_collect_cost_model_stats": True}
 
 

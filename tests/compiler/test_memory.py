@@ -166,3 +166,16 @@ def test_a1_remat_of_the_whole_model_saves_nothing():
 
     assert temp(jax.checkpoint(loss)) > 0.98 * temp(loss)
     assert stack_temp("full", scan=True) < temp(loss) / 2
+
+
+def test_a_checkpoint_in_a_small_loop_compiles_on_cpu():
+    def layer(x, w):
+        y = jax.checkpoint(lambda x, w: jnp.arctan2(w, 2 + x * x))(x, w)
+        return jnp.arctan2(x, 2 + y * y), x
+
+    def loss(x, ws):
+        return sum(part.sum() for part in jax.lax.scan(layer, x, ws))
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 4), (3, 4, 4))]
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    assert memory_bytes(compile_step(step, *shapes, platform="cpu")[0]).temp_bytes
