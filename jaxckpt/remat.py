@@ -175,7 +175,13 @@ def checkpoint(
         # numbers that it draws, so a second run of its Python would draw others.
         closed = name_values(jax.make_jaxpr(of_arrays)(arrays), policy.names)
         traced = jex_core.jaxpr_as_fun(closed)
-        check_names(policy.names, traced, *arrays)
+        # What the function closes over is differentiated too, and may be all that a
+        # value with a name depends on: weights of an unrolled layer.
+        opened = closed.jaxpr.replace(
+            constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars]
+        )
+        whole = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(opened, ()))
+        check_names(policy.names, whole, *closed.consts, *arrays)
         outputs = jax.checkpoint(
             traced, policy=jax_policy(policy), prevent_cse=not in_loop
         )(*arrays)

@@ -34,7 +34,9 @@ MORE = int(os.environ.get("JAXCKPT_FUZZ_PROGRAMS", 2000))
 
 def fuzz(property, count, *, shrink=True, **kinds):
     """Checks a property of so many random examples."""
-    phases = set(hypothesis.Phase) - ({hypothesis.Phase.shrink} if not shrink else set())
+    phases = set(hypothesis.Phase) - (
+        {hypothesis.Phase.shrink} if not shrink else set()
+    )
     settings = hypothesis.settings(
         max_examples=count,
         derandomize=SEED is None,

@@ -398,3 +398,22 @@ def test_b11_the_same_numbers_under_remat3():
         command, env={**os.environ, "JAX_REMAT3": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_b1_a_name_that_depends_on_a_closed_over_array_alone_is_known():
+    @jax.custom_vjp
+    def kernel(w):
+        return jnp.tanh(w)
+
+    def forward(w):
+        output = checkpoint_name(jnp.tanh(w), "output")
+        return output, output
+
+    kernel.defvjp(forward, lambda output, cotangent: (cotangent * (1 - output**2),))
+
+    def loss(w, x):
+        return remat(lambda x: x * kernel(w), "save:output")(x).sum()
+
+    w = jnp.linspace(0.1, 1.0, 4)
+    gradient = jax.grad(loss)(w, jnp.ones(4))
+    np.testing.assert_allclose(gradient, 1 - jnp.tanh(w) ** 2, rtol=1e-6)
