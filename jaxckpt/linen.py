@@ -41,6 +41,9 @@ class Stack(nn.Module):
       num_layers: depth of the stack.
       plan: a policy, grouping or layer plan of the policy language, text or object.
       scan: False unrolls the layers; see `jaxckpt.stack`.
+      keep: names of values that every checkpoint keeps beside what its policy says,
+        that of a group of layers too: what must not come out otherwise in a second
+        run, such as a choice that rounding can turn over.
 
     Parameters are in the split layout of `jaxckpt.stack`: ``run_0``, ``run_1``, ...
     `jaxckpt.merge_layers` gives the canonical per-layer trees.
@@ -66,6 +69,7 @@ class Stack(nn.Module):
     num_layers: int
     plan: str | Layers = "none"
     scan: bool = True
+    keep: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +87,7 @@ class Stack(nn.Module):
         arrays, rebuild = split_static((args, kwargs))
         keys = layer_keys(self, self.num_layers)
         keys = split_layers(keys, plan, self.num_layers, scan=self.scan, kinds=kinds)
-        call = _BlockCall(makers, rebuild, {})
+        call = _BlockCall(makers, rebuild, {}, self.keep)
         if self.scan:
             x = _scan_loops(call, loops_of(plan.runs, kinds), x, keys, arrays)
         else:
@@ -120,12 +124,14 @@ class _Known:
 class _BlockCall:
     """How every layer's block is made and called: its class and its arguments.
 
-    ``known`` fills while the layers are traced: by policy, see `_Known`.
+    ``known`` fills while the layers are traced: by policy, see `_Known`. ``keep`` are
+    the names that every checkpoint keeps.
     """
 
     makers: tuple[Callable[..., nn.Module], ...]
     rebuild: Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     known: dict[Policy, _Known]
+    keep: tuple[str, ...]
 
 
 class _Layer(nn.Module):
@@ -216,7 +222,7 @@ def _part(call: _BlockCall, part: Part, loop: Loop) -> functools.partial[nn.Modu
         target, fields = _Group, {"loops": part.loops}
     else:
         target, fields = _Layer, {"policy": part.policy, "kind": part.kind}
-    target = _rematted(target, part.policy, not loop.keeps_barriers)
+    target = _rematted(target, part.policy, not loop.keeps_barriers, call.keep)
     return functools.partial(target, call=call, **fields)
 
 
@@ -229,10 +235,11 @@ def _unroll(module: nn.Module, call: _BlockCall, runs, start: int, x, keys, arra
                 def group(module, x, keys, arrays, runs=run.group, start=start):
                     return _unroll(module, call, runs, start, x, keys, arrays)
 
-                rematted = nn.remat(group, policy=jax_policy(run.policy))
+                policy = jax_policy(run.policy, call.keep)
+                rematted = nn.remat(group, policy=policy)
                 x = rematted(module, x, keys, arrays)
             else:
-                layer = _rematted(_Layer, run.policy, False)
+                layer = _rematted(_Layer, run.policy, False, call.keep)
                 kind = start % len(call.makers)
                 key = f"layer_{start}"
                 x, _ = layer(call, run.policy, kind, name=key)(x, keys[key], arrays)
@@ -240,7 +247,9 @@ def _unroll(module: nn.Module, call: _BlockCall, runs, start: int, x, keys, arra
     return x
 
 
-def _rematted(cls: type[nn.Module], policy: Policy, in_loop: bool) -> type[nn.Module]:
+def _rematted(
+    cls: type[nn.Module], policy: Policy, in_loop: bool, keep: tuple[str, ...]
+) -> type[nn.Module]:
     if policy == NONE:
         return cls
-    return nn.remat(cls, policy=jax_policy(policy), prevent_cse=not in_loop)
+    return nn.remat(cls, policy=jax_policy(policy, keep), prevent_cse=not in_loop)

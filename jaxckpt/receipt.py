@@ -65,15 +65,21 @@ def saved_rows(
     """
     copies: Counter[tuple[str, str, int]] = Counter()
 
-    def walk(runs, times):
+    def walk(runs, times, around=frozenset()):
         for run in runs:
             kept: Counter[tuple[str, str]] = Counter()
+            always: set[str] = set()  # names that a group keeps, of all its layers
             for residual in residuals(run.policy):
+                if run.group and residual.named:
+                    always.add(residual.name)
                 name = "group_input" if run.group else residual.name
+                name = residual.name if residual.name in always else name
                 kept[name, residual.location] += residual.nbytes
             for (name, location), nbytes in kept.items():
-                copies[name, location, nbytes] += run.count * times
-            walk(run.group, 1)
+                layers = run.layers_per_iteration if name in always else 1
+                if name not in around:
+                    copies[name, location, nbytes] += run.count * times * layers
+            walk(run.group, 1, around | always)
 
     walk(plan.runs, iterations)
     rows = [

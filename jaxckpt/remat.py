@@ -12,7 +12,7 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -122,29 +122,43 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
     return (remat_module if is_module else remat_function)(target, parsed)
 
 
-def jax_policy(policy: Policy) -> Callable[..., Any]:
-    """JAX's own policy object for a `Policy` (any but ``none``)."""
+def jax_policy(policy: Policy, keep: Collection[str] = ()) -> Callable[..., Any]:
+    """JAX's own policy object for a `Policy` (any but ``none``).
+
+    Args:
+      policy: what to keep.
+      keep: names of values to keep beside that; those that it offloads are offloaded.
+    """
     known = jax.checkpoint_policies
+    save = dict.fromkeys([*policy.save, *keep])
     if policy.offload:
         return known.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(policy.save),
+            names_which_can_be_saved=[n for n in save if n not in policy.offload],
             names_which_can_be_offloaded=list(policy.offload),
             offload_src="device",
             offload_dst="pinned_host",
         )
-    if policy.save:
-        return known.save_only_these_names(*policy.save)
+    names = known.save_only_these_names(*save)
+    if save and policy.rule in ("names", "nothing_saveable"):
+        return names
     rules = {
         "everything_saveable": known.everything_saveable,
         "nothing_saveable": known.nothing_saveable,
         "dots_saveable": known.dots_saveable,
         "dots_with_no_batch_dims_saveable": known.dots_with_no_batch_dims_saveable,
     }
-    return rules[policy.rule]
+    rule = rules[policy.rule]
+    if keep and policy.rule != "everything_saveable":
+        return known.save_from_both_policies(rule, names)
+    return rule
 
 
 def checkpoint(
-    fn: Callable[..., Any], policy: Policy, *, in_loop: bool
+    fn: Callable[..., Any],
+    policy: Policy,
+    *,
+    in_loop: bool,
+    keep: Collection[str] = (),
 ) -> Callable[..., Any]:
     """`jax.checkpoint` of a function; under ``none`` the function itself.
 
@@ -154,6 +168,7 @@ def checkpoint(
       in_loop: whether the call is the body of a real loop: a scan with more than
         one iteration. Only there XLA cannot merge the recomputation back into the
         forward pass, so only there the barriers of ``prevent_cse`` are left out.
+      keep: names of values to keep beside what the policy says.
     """
 
     if policy == NONE:
@@ -183,7 +198,7 @@ def checkpoint(
         whole = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(opened, ()))
         check_names(policy.names, whole, *closed.consts, *arrays)
         outputs = jax.checkpoint(
-            traced, policy=jax_policy(policy), prevent_cse=not in_loop
+            traced, policy=jax_policy(policy, keep), prevent_cse=not in_loop
         )(*arrays)
         assert rebuild_outputs is not None  # set while tracing
         return rebuild_outputs(outputs)

@@ -77,7 +77,8 @@ def translate(text: str, names: Sequence[str], num_layers: int) -> str:
         return _maxtext(policy, names)
     if system == "megatron" and policy == "selective":
         # Core attention is recomputed; all that it starts from and ends in is kept.
-        return f"save:{','.join(name for name in names if name != 'mlpwo')}"
+        kept = [name for name in names if name not in ("mlpwo", "moe_mlpwo")]
+        return f"save:{','.join(kept)}"
     if system == "megatron" and policy.startswith("full:"):
         return _megatron_full(text, policy, num_layers)
     if system == "deepspeed" and policy in _DEEPSPEED:
@@ -108,6 +109,8 @@ def _maxtext(policy: str, names: Sequence[str]) -> str:
     if kept is None:
         return "nothing_saveable"
     place, wanted = kept
+    # Of a layer with experts, MaxText gives their values both names.
+    wanted = [of for name in wanted for of in (name, f"moe_{name}")]
     return f"{place}:{','.join(name for name in wanted if name in names)}"
 
 

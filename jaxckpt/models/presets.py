@@ -2,10 +2,11 @@
 
 Sources: GPT-2 (Radford et al. 2019), GPT-3 22B to 1T (Korthikanti et al. 2022, arXiv
 2205.05198, table 3), Llama 1/2 (arXiv 2302.13971, 2307.09288), Llama 3 (arXiv
-2407.21783).
+2407.21783), Mixtral (arXiv 2401.04088).
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,11 @@ from jaxckpt.policies import nearest
 GATHERED = "gathered_weights"
 """Name of a layer's kernels in the compute dtype, gathered over the ``fsdp`` axis: what
 a policy may keep besides a model's `ModelConfig.value_names`, on a mesh that has it."""
+
+
+ROUTING = ("moe_logits", "moe_routing")
+"""Names of a router's logits and of the experts that it chose: what a layer with
+experts keeps under every policy, see `jaxckpt.models.experts`."""
 
 
 class ConfigError(ValueError):
@@ -75,12 +81,25 @@ class ModelConfig:
     """Pieces of the sequence whose logits exist at a time; 0: vocab / (2 dim)."""
     scan_layers: bool = True
     """Whether layers are a loop (compiles once) or straight-line code."""
+    moe_experts: int = 0
+    """Experts, MLPs of mlp_dim each, in place of the MLP; 0: one MLP. They have no
+    biases."""
+    moe_top_k: int = 2
+    """Experts that each token goes to."""
+    moe_capacity_factor: float = 0.0
+    """Tokens of a sequence that an expert takes, over its even share: 1.25; what is
+    beyond goes past it, in the residual stream. 0: it takes all (dropless)."""
+    moe_balance_loss: float = 0.02
+    """Weight of the loss that evens out the experts' shares (Switch Transformers),
+    mean over the layers with experts."""
+    moe_z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits (ST-MoE), likewise."""
 
     def __post_init__(self):
         for field in _POSITIVE:
             value = getattr(self, field)
             _require(value > 0, f"{field} is {value}; it must be positive")
-        for field in ("num_kv_heads", "head_dim", "loss_chunks"):
+        for field in ("num_kv_heads", "head_dim", "loss_chunks", "moe_experts"):
             value = getattr(self, field)
             _require(value >= 0, f"{field} is {value}; it must not be negative")
         for field in ("dropout", "attention_dropout"):
@@ -102,6 +121,22 @@ class ModelConfig:
             f"rotary positions need an even head_dim, not {self.size_of_head}",
         )
 
+        if self.moe_experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        experts, choices = self.moe_experts, self.moe_top_k
+        _require(
+            1 <= choices <= experts,
+            f"moe_top_k is {choices}; it must be from 1 to moe_experts, {experts}",
+        )
+        for field in ("moe_capacity_factor", "moe_balance_loss", "moe_z_loss"):
+            value = getattr(self, field)
+            _require(
+                0 <= value < math.inf,
+                f"{field} is {value}; it must be finite and not negative",
+            )
+
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
@@ -115,17 +150,40 @@ class ModelConfig:
         """Names of activations that a policy can speak of, in order of computation."""
         projections = ("query_proj", "key_proj", "value_proj", "context", "out_proj")
         mlp = ("mlpwi_0", "mlpwi_1") if self.activation == "swiglu" else ("mlpwi",)
-        return ("decoder_layer_input", *projections, *mlp, "mlpwo")
+        mlp = (*mlp, "mlpwo")
+        if self.moe_experts:
+            mlp = (*ROUTING, *(f"moe_{name}" for name in mlp))
+        return ("decoder_layer_input", *projections, *mlp)
+
+    @property
+    def always_kept(self) -> tuple[str, ...]:
+        """Names of what a checkpointed layer keeps whatever its policy."""
+        return ROUTING if self.moe_experts else ()
 
     @property
     def num_params(self) -> int:
         """Number of parameters, embeddings included."""
+        return self._num_params(self.moe_experts)
+
+    @property
+    def active_params(self) -> int:
+        """Number of parameters that one token uses."""
+        return self._num_params(self.moe_top_k if self.moe_experts else 0)
+
+    def _num_params(self, experts: int) -> int:
         dim, vectors = self.dim, 2 if self.norm == "layernorm" else 1
         q, kv = self.num_heads * self.size_of_head, self.kv_heads * self.size_of_head
         mlp_inputs = 2 if self.activation == "swiglu" else 1
-        block = dim * (2 * q + 2 * kv) + (mlp_inputs + 1) * dim * self.mlp_dim
+        mlp = (mlp_inputs + 1) * dim * self.mlp_dim
+        block = dim * (2 * q + 2 * kv)
+        if self.moe_experts:
+            block += dim * self.moe_experts + experts * mlp
+        else:
+            block += mlp
         if self.bias:
-            block += q + 2 * kv + dim + mlp_inputs * self.mlp_dim + dim
+            block += q + 2 * kv + dim
+        if self.bias and not self.moe_experts:
+            block += mlp_inputs * self.mlp_dim + dim
         block += 2 * vectors * dim
         embeddings = self.vocab_size * dim * (1 if self.tied_embedding else 2)
         if self.positions == "learned":
@@ -158,6 +216,9 @@ EXECUTION_FIELDS = (
     "attention",
     "loss_chunks",
     "scan_layers",
+    "moe_capacity_factor",
+    "moe_balance_loss",
+    "moe_z_loss",
 )
 
 
@@ -209,6 +270,12 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-70b": _llama(80, 8192, 64, 28672, kv=8),
     "llama3-8b": _llama(32, 4096, 32, 14336, kv=8, **_LLAMA3),
     "llama3-70b": _llama(80, 8192, 64, 28672, kv=8, **_LLAMA3),
+    "tiny-moe": _llama(
+        *(4, 128, 4, 176), vocab=256, seq=128, compute_dtype="float32", moe_experts=8
+    ),
+    "mixtral-8x7b": _llama(
+        *(32, 4096, 32, 14336), kv=8, seq=32768, rope_theta=1e6, moe_experts=8
+    ),
 }
 
 

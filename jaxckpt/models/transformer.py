@@ -19,7 +19,9 @@ from jaxckpt.layers import Layers, layer_plan
 from jaxckpt.linen import Stack
 from jaxckpt.linen_pipeline import PipelinedStack, chunk_size
 from jaxckpt.models.attention import attention
+from jaxckpt.models.experts import Experts
 from jaxckpt.models.gathered import Gather, gathered_dot_general
+from jaxckpt.models.grouped import Shards
 from jaxckpt.models.loss import chunked_cross_entropy
 from jaxckpt.models.presets import GATHERED, ModelConfig
 from jaxckpt.models.ring_attention import Ring
@@ -48,6 +50,7 @@ class Transformer(nn.Module):
       pipeline: runs the blocks in the stages of a pipeline, along the mesh axis pipe.
       gather_outputs: gather the kernels of output projections by hand; see
         `jaxckpt.models.gathered`. All are where the plan names gathered weights.
+      shards: how the mesh cuts tokens and experts; None is one device.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -66,6 +69,7 @@ class Transformer(nn.Module):
     ring: Ring | None = None
     pipeline: PipelineSchedule | None = None
     gather_outputs: bool = False
+    shards: Shards | None = None
 
     def setup(self):
         config = self.config
@@ -101,9 +105,13 @@ class Transformer(nn.Module):
         gather: Gather = "outputs" if self.gather_outputs else "compiler"
         if any(GATHERED in policy.names for policy in policies):
             gather = "kept"
-        block = functools.partial(Block, config, self.constrain, self.ring, gather)
+        block = functools.partial(
+            Block, config, self.constrain, self.ring, gather, self.shards
+        )
         if self.pipeline is None:
-            return Stack(block, depth, self.plan, config.scan_layers)
+            return Stack(
+                block, depth, self.plan, config.scan_layers, config.always_kept
+            )
 
         def placed(*lead):
             return lambda x: self.constrain(x, (*lead, *BETWEEN_LAYERS))
@@ -199,6 +207,7 @@ class Block(nn.Module):
     constrain: Constrain = unconstrained
     ring: Ring | None = None
     gather: Gather = "compiler"
+    shards: Shards | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "batch time dim"], deterministic: bool = True):
@@ -219,7 +228,10 @@ class Block(nn.Module):
 
         y = constrain(_norm(config, name="mlp_norm")(x), residual)
         y = constrain(y, _FULL_TIME)
-        y = self._mlp(y)
+        if config.moe_experts:
+            y = Experts(config, constrain, self.shards, name="moe")(y)
+        else:
+            y = self._mlp(y)
         y = dropout(name="mlp_dropout")(y, deterministic=deterministic)
         return constrain(x + y, BETWEEN_LAYERS)
 

@@ -12,7 +12,7 @@ function has its own recomputation on top. Seconds are **estimates**, see
 where they stay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,6 +80,7 @@ class BlockGraph:
     Attributes:
       operations: its forward pass.
       values: what can be kept, by name, in order of computation.
+      kept_bytes: of what is kept whatever is chosen, on one device.
       forward_seconds: estimate of the whole forward pass on one device.
       forward_flops: its matmul FLOPs, over all devices.
     """
@@ -88,6 +89,7 @@ class BlockGraph:
     values: dict[str, Value]
     forward_seconds: float
     forward_flops: int
+    kept_bytes: int = 0
 
 
 def block_graph(
@@ -96,6 +98,7 @@ def block_graph(
     kind: GpuKind,
     shardings: Any = None,
     gpus_per_host: int | None = None,
+    keep: Collection[str] = (),
 ) -> BlockGraph:
     """Traces a function into the graph of what its gradient reads.
 
@@ -106,6 +109,8 @@ def block_graph(
       shardings: of the arrays among ``args``, in order; the forward pass is then
         compiled once to see how every value is cut. None: one device.
       gpus_per_host: from how many devices on a collective crosses the network.
+      keep: names of values that are kept whatever is chosen: there is no choice of
+        them, and to what reads them they are there as the inputs are.
 
     Example:
       >>> import jax.numpy as jnp
@@ -129,7 +134,7 @@ def block_graph(
         cuts: dict[Any, tuple[int, ...]] = {}
     else:
         cuts = local_shapes(traced, arrays, jax.tree.leaves(shardings))
-    builder = _Builder(Roofline(kind, cuts, gpus_per_host))
+    builder = _Builder(Roofline(kind, cuts, gpus_per_host), frozenset(keep))
     return builder.build(traced.jaxpr, len(closed.out_avals))
 
 
@@ -156,6 +161,8 @@ class _Node:
 @dataclass
 class _Builder:
     device: Roofline
+    keep: frozenset[str] = frozenset()
+    kept_bytes: int = 0
     nodes: list[_Node] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
 
@@ -186,6 +193,7 @@ class _Builder:
             values=self.values,
             forward_seconds=sum(node.cost for node in self.nodes),
             forward_flops=sum(node.flops for node in self.nodes),
+            kept_bytes=self.kept_bytes,
         )
 
     def _forget_copies(self) -> None:
@@ -243,6 +251,10 @@ class _Builder:
             self.device.nbytes(result, share) for result in variables(equation.outvars)
         )
         name = compat.checkpoint_name_of(equation) or ""
+        if name in self.keep:
+            self.kept_bytes += nbytes
+            made_by[equation.outvars[0]] = _INPUT
+            return
         if name:
             self._add_value(name, equation, nbytes)
         flops = flops_of(equation)

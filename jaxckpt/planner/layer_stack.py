@@ -51,8 +51,9 @@ class LayerStack:
         state, batch.
       gradient_bytes: gradients of all weights. XLA allocates those of a scan before
         its backward loop, so they are all there at the peak.
-      input_bytes: one layer's input. A checkpointed layer keeps it if its backward
-        pass, or what is run again, reads it.
+      input_bytes: one layer's input, and what it keeps whatever its policy. A
+        checkpointed layer keeps it if its backward pass, or what is run again, reads
+        it.
       input_name: the name it has in the layer, under which it may be offloaded; ""
         where it has none, and always stays.
       forward_seconds, forward_flops: of one layer's forward pass; estimated, counted.

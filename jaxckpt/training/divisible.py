@@ -25,6 +25,8 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
         _check_context(config, context, sizes)
     joined = shards * tensor  # what the output projections contract is cut over all
     of_joined = f"{of_shards} x tensor"
+    if model.moe_experts:
+        _check_experts(sizes)
     of_heads = ("dim", joined, of_joined)
     if model.head_dim:  # then heads x head_dim is another size than dim
         parts = joined // math.gcd(joined, model.head_dim)
@@ -35,7 +37,9 @@ def check_divisible(config: TrainConfig, sizes: dict[str, int]) -> None:
         ("num_heads", tensor, "tensor"),
         of_heads,
         ("num_kv_heads", tensor, "tensor"),
-        ("mlp_dim", joined, of_joined),
+        ("mlp_dim", tensor, "tensor")
+        if model.moe_experts
+        else ("mlp_dim", joined, of_joined),
         ("vocab_size", tensor, "tensor"),
     ]
     cuts_time = config.sequence_parallel or config.partitions
@@ -81,6 +85,15 @@ def _check_context(config: TrainConfig, context: int, sizes: dict[str, int]) -> 
             "--mesh has both pipe and context, which do not go together; use fsdp or "
             "tensor in place of one"
         )
+
+
+def _check_experts(sizes: dict[str, int]) -> None:
+    for axis in ("pipe", "context"):
+        if sizes.get(axis, 1) > 1:
+            raise ConfigError(
+                f"--moe-experts does not go together with {axis} in --mesh; use data, "
+                "fsdp or tensor in its place"
+            )
 
 
 def _of_batch(config: TrainConfig, replicas: int) -> tuple[str, int, str]:

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxckpt.layers import LayerPlan
+from jaxckpt.models.experts import ROUTER
 from jaxckpt.models.transformer import Transformer
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.master import differentiable
 from jaxckpt.training.optim import needs_loss_scale
+from jaxckpt.training.router import router_loss, router_sums
 from jaxckpt.training.sharding import Placement
 
 Tree = Any
@@ -27,17 +29,19 @@ def make_model(config: TrainConfig, placement: Placement, plan: LayerPlan):
         ring=placement.ring,
         pipeline=config.pipeline,
         gather_outputs=placement.gathers_outputs,
+        shards=placement.shards,
     )
 
 
 def make_gradients(
     config: TrainConfig, placement: Placement, plan: LayerPlan, shardings: Tree
-) -> Callable[[Tree, Tree, jax.Array, Any], tuple[jax.Array, Tree]]:
-    """The function ``(params, batch, key, factor) -> (loss sum, gradient)``.
+) -> Callable[[Tree, Tree, jax.Array, Any], tuple[dict[str, jax.Array], Tree]]:
+    """The function ``(params, batch, key, factor) -> (sums, gradient)``.
 
-    Both are sums over all tokens of all micro-batches, equal to those of the batch in
-    one piece; the gradient is that of ``factor`` times the loss, or, where the factor
-    is None, of the loss.
+    ``sums`` has the ``loss``, and of experts what `jaxckpt.training.router.router_sums`
+    gives. All are sums over all tokens of all micro-batches, equal to those of the
+    batch in one piece; the gradient is that of ``factor`` times the loss, or, where the
+    factor is None, of the loss; the routers' losses are in it.
 
     Where the weights are used more than once in a step, by micro-batches one after the
     other or in a pipeline, every replica (``data``) adds up a gradient of its own, and
@@ -76,9 +80,10 @@ def _over_replicas(one: Callable, placement: Placement, shardings: Tree) -> Call
 
     def gradients(params, batch, key, factor):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(replicas))
-        losses, found = mapped(params, jax.tree.map(by_replica, batch), keys, factor)
+        sums, found = mapped(params, jax.tree.map(by_replica, batch), keys, factor)
         found = jax.tree.map(lambda leaf: jnp.sum(leaf, 0, jnp.float32), found)
-        return jnp.sum(losses), lax.with_sharding_constraint(found, shardings)
+        sums = jax.tree.map(lambda of_each: jnp.sum(of_each, 0), sums)
+        return sums, lax.with_sharding_constraint(found, shardings)
 
     return gradients
 
@@ -87,23 +92,30 @@ def _accumulated(config: TrainConfig, model: Transformer, shardings: Tree) -> Ca
     """The gradient on one replica, or on all of them as one."""
     architecture = config.architecture
 
-    def loss_sum(params, micro_batch, key) -> Any:
+    def loss_sums(params, micro_batch, key) -> Any:
+        """What is differentiated, and what is told of it."""
         rngs = {"dropout": key} if uses_dropout(architecture) else {}
-        return model.apply(
-            {"params": params},
-            micro_batch["inputs"],
-            micro_batch["targets"],
-            micro_batch["weights"],
-            deterministic=not rngs,
-            rngs=rngs,
+        arguments = [micro_batch[name] for name in ("inputs", "targets", "weights")]
+        options = {"deterministic": not rngs, "rngs": rngs}
+        if not architecture.moe_experts:
+            loss = model.apply({"params": params}, *arguments, **options)
+            return loss, {"loss": loss}
+        loss, said = model.apply(
+            {"params": params}, *arguments, **options, mutable=[ROUTER]
         )
+        sums = router_sums(said[ROUTER], micro_batch["weights"])
+        return loss + router_loss(sums, architecture), {"loss": loss, **sums}
 
     def loss_and_gradient(params, micro_batch, key, factor):
         params = differentiable(params, summed=config.pipeline is not None)
         if not needs_loss_scale(config):
-            return jax.value_and_grad(loss_sum)(params, micro_batch, key)
-        loss, pull_back = jax.vjp(lambda p: loss_sum(p, micro_batch, key), params)
-        return loss, pull_back(factor)[0]
+            found = jax.value_and_grad(loss_sums, has_aux=True)
+            (_, sums), gradient = found(params, micro_batch, key)
+            return sums, gradient
+        _, pull_back, sums = jax.vjp(
+            lambda p: loss_sums(p, micro_batch, key), params, has_aux=True
+        )
+        return sums, pull_back(factor)[0]
 
     def gradients(params, batch, key, factor):
         def accumulate(carry, inputs):
@@ -119,7 +131,9 @@ def _accumulated(config: TrainConfig, model: Transformer, shardings: Tree) -> Ca
             return loss_and_gradient(params, micro_batch, key, factor)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
         zeros = lax.with_sharding_constraint(zeros, shardings)
-        start = (jnp.zeros((), jnp.float32), zeros)
+        first = jax.tree.map(lambda x: x[0], batch)
+        sums, _ = jax.eval_shape(loss_and_gradient, params, first, key, factor)
+        start = (jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums), zeros)
         indices = jnp.arange(config.accumulate)
         return lax.scan(accumulate, start, (batch, indices))[0]
 

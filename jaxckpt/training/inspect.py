@@ -311,7 +311,9 @@ def one_layer(
     architecture = config.architecture
     outputs = "outputs" if placement.gathers_outputs else "compiler"
     gather = "kept" if gathered else outputs
-    block = Block(architecture, placement.constrain, placement.ring, gather)
+    block = Block(
+        *(architecture, placement.constrain, placement.ring, gather, placement.shards)
+    )
     size = (config.layer_batch_size, config.sequence_length, architecture.dim)
     x = jax.ShapeDtypeStruct(size, architecture.compute_dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -340,11 +342,13 @@ def layer_residuals(
 ) -> Callable[[Policy], list[Residual]]:
     """What one layer of the model keeps under a policy, in bytes per device."""
 
+    keep = config.architecture.always_kept
+
     @functools.cache
     def residuals(policy: Policy) -> list[Residual]:
         layer = one_layer(config, placement, GATHERED in policy.names)
         return block_residuals(
-            checkpoint(layer.apply, policy, in_loop=True),
+            checkpoint(layer.apply, policy, in_loop=True, keep=keep),
             *layer.arguments,
             input_names=["decoder_layer_input", "dropout_key"],
             shardings=layer.shardings,

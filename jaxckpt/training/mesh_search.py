@@ -289,20 +289,28 @@ class _Layer:
 
     @property
     def params(self) -> int:
+        return self._params(self.model.moe_experts or 1)
+
+    @property
+    def _choices(self) -> int:
+        """MLPs that a token goes through."""
+        return self.model.moe_top_k if self.model.moe_experts else 1
+
+    def _params(self, mlps: int) -> int:
         model, inputs = self.model, 1 + (self.model.activation == "swiglu")
         width = model.size_of_head * (2 * model.num_heads + 2 * model.kv_heads)
-        return model.dim * (width + (inputs + 1) * model.mlp_dim)
+        return model.dim * (width + mlps * (inputs + 1) * model.mlp_dim)
 
     def flops(self, seq_len: int) -> int:
         """Forward, per token, of a causal layer."""
         heads = self.model.num_heads * self.model.size_of_head
-        return 2 * self.params + 2 * seq_len * heads
+        return 2 * self._params(self._choices) + 2 * seq_len * heads
 
     def saved_bytes(self, tensor: int, sequence_parallel: bool) -> tuple[int, int]:
         """16-bit bytes per token: of all values, and of the residual stream alone."""
         model, inputs = self.model, 1 + (self.model.activation == "swiglu")
         heads = model.size_of_head * (2 * model.num_heads + 2 * model.kv_heads)
-        inside = 2 * (heads + (inputs + 1) * model.mlp_dim)
+        inside = 2 * (heads + self._choices * (inputs + 1) * model.mlp_dim)
         stream = 2 * model.dim // (tensor if sequence_parallel else 1)
         return inside // tensor + 4 * stream, stream
 

@@ -346,6 +346,7 @@ def make_problem(job: Job) -> dict[str, Any]:
         kind=_kind(job.target),
         shardings=layer.shardings,
         gpus_per_host=target.gpus,
+        keep=config.architecture.always_kept,
     )
     x = layer.arguments[1]
     shape = layer.shardings[1].shard_shape(x.shape) if layer.shardings else x.shape
@@ -364,7 +365,7 @@ def make_problem(job: Job) -> dict[str, Any]:
         "gradient_bytes": _gradient_bytes(config, program),
         "iterations": config.pipeline.iterations if config.pipeline else 1,
         "stages": config.pipeline.stages if config.pipeline else 1,
-        "input_bytes": math.prod(shape) * x.dtype.itemsize,
+        "input_bytes": math.prod(shape) * x.dtype.itemsize + graph.kept_bytes,
         "input_name": config.architecture.value_names[0],
         "forward_seconds": graph.forward_seconds,
         "forward_flops": graph.forward_flops,

@@ -82,9 +82,17 @@ def prepare(config: TrainConfig, target: Target) -> Prepared:
 
 def run_notes(config: TrainConfig, sizes: dict[str, int]) -> tuple[str, ...]:
     """What a run says of how its values are placed, beyond its policy."""
-    if not config.partitions:
-        return ()
-    if config.sequence_parallel:
-        return ("layer inputs are partitioned by sequence parallelism already",)
-    tensor = sizes["tensor"]
-    return (f"layer inputs are kept cut over tensor:{tensor}, and gathered again",)
+    notes = []
+    if kept := config.architecture.always_kept:
+        notes.append(
+            f"kept under every policy, so that no recomputation chooses other experts: "
+            f"{', '.join(kept)}"
+        )
+    if config.partitions and config.sequence_parallel:
+        notes.append("layer inputs are partitioned by sequence parallelism already")
+    elif config.partitions:
+        tensor = sizes["tensor"]
+        notes.append(
+            f"layer inputs are kept cut over tensor:{tensor}, and gathered again"
+        )
+    return tuple(notes)

@@ -21,7 +21,8 @@ _FASTER = 0.03  # an estimate of a shorter step that is worth a word
 def default_policies(config: TrainConfig) -> tuple[str, ...]:
     """A ladder from none to full, and one that offloads."""
     # All but the layer's input, kept anyway, and its last matmul, which none needs.
-    inner = config.architecture.value_names[1:-1]
+    model = config.architecture
+    inner = [n for n in model.value_names[1:-1] if n not in model.always_kept]
     return (
         "none",
         "dots_saveable",

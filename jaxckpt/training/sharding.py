@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt.linen import LAYER_AXIS
 from jaxckpt.linen_pipeline import REPEAT_AXIS, STAGE_AXIS
+from jaxckpt.models.grouped import Shards
 from jaxckpt.models.ring_attention import Ring
 from jaxckpt.training.mesh_sizes import MESH_AXES
 
@@ -29,6 +30,7 @@ _RULES: dict[str, Any] = {
     "lookup_time": None,
     "residual": None,
     "embed": ("fsdp", "context"),
+    "experts_embed": ("fsdp", "context"),  # of all experts, one after the other
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -129,6 +131,19 @@ class Placement:
             return None
         batch = self.sharding(("batch",)).spec[0]
         return Ring(self.mesh, "context", batch, (_RULES["heads"],))
+
+    @property
+    def shards(self) -> Shards | None:
+        """How experts are computed with, for `Transformer`; None on one device."""
+        if self.mesh.size == 1:
+            return None
+
+        def cut(axis):
+            (part,) = self.sharding((axis,)).spec
+            axes = (part,) if isinstance(part, str) else part or ()
+            return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+
+        return Shards(self.mesh, *map(cut, ("batch", "experts_embed", "mlp")))
 
 
 def _without(part: Any, axis: str) -> Any:

@@ -29,6 +29,7 @@ from jaxckpt.training.optim import (
     needs_loss_scale,
     next_loss_scale,
 )
+from jaxckpt.training.router import router_metrics
 from jaxckpt.training.sharding import Placement
 from jaxckpt.training.update import (
     Gradients,
@@ -177,8 +178,8 @@ def make_program(
         tokens = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
         scale: Any = state["loss_scale"]["scale"] if scaled else None
         factor = scale / tokens if scaled else None
-        loss, sums = gradients(state["params"], batch, key, factor)
-        grads = Gradients(sums, scale if scaled else tokens)
+        sums, added = gradients(state["params"], batch, key, factor)
+        grads = Gradients(added, scale if scaled else tokens)
         norm = grads.norm
         finite = jnp.isfinite(norm) if scaled else None
         weights = Weights(state["params"])
@@ -188,7 +189,9 @@ def make_program(
         new_state = {**state, "params": weights.params, "opt_state": opt_state}
         if copies:
             new_state |= {"params": weights.copy, MASTER: weights.params}
-        metrics = {"loss": loss / tokens, "grad_norm": norm, "tokens": tokens}
+        metrics = {"loss": sums["loss"] / tokens, "grad_norm": norm, "tokens": tokens}
+        if architecture.moe_experts:
+            metrics |= router_metrics(sums, tokens)
         count = state["step"]
         if finite is not None:
             before = state["loss_scale"]
