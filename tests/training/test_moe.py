@@ -73,7 +73,8 @@ def test_gradients_do_not_depend_on_the_policy(gradients, without, assert_same, 
 @pytest.mark.parametrize(
     "mesh, fields",
     [
-        ("data:2,fsdp:2,tensor:2", dict(accumulate=2)),
+        ("data:2,fsdp:2,tensor:2", dict()),
+        pytest.param("data:2,fsdp:2", dict(accumulate=2), marks=SLOW),
         pytest.param("fsdp:4,tensor:2", dict(sequence_parallel=True), marks=SLOW),
         pytest.param("fsdp:8", dict(), marks=SLOW),
         pytest.param("tensor:2", dict(), marks=SLOW),
