@@ -80,21 +80,21 @@ class Experts(nn.Module):
         gated = config.activation == "swiglu"
         names = ("moe_mlpwi_0", "moe_mlpwi_1") if gated else ("moe_mlpwi",)
         kernels = tuple(self._kernel(name, fan_in_axis=1) for name in names)
-        inside = into_experts(x, kernels, routes, experts, self.shards)
+        inside: Any = into_experts(x, kernels, routes, experts, self.shards)
         inside = [
             checkpoint_name(one, name) for one, name in zip(inside, names, strict=True)
         ]
         hidden = nn.silu(inside[0]) * inside[1] if gated else nn.gelu(inside[0])
         kernel = self._kernel("moe_mlpwo", fan_in_axis=2)
         weights = choice_weights(logits, chosen)
-        y = out_of_experts(hidden, weights, kernel, routes, experts, self.shards)
+        y: Any = out_of_experts(hidden, weights, kernel, routes, experts, self.shards)
         y = self.constrain(y, ("batch", "time", "residual"))
         return checkpoint_name(y, "moe_mlpwo")
 
     def _choose(self, x):
         """The router's logits, float32, and the experts of each token."""
         config = self.config
-        kernel = self.param(
+        kernel: Any = self.param(
             "router",
             nn.with_logical_partitioning(
                 nn.initializers.lecun_normal(), ("norm", "norm")
@@ -114,7 +114,7 @@ class Experts(nn.Module):
     def _kernel(self, name: str, fan_in_axis: int):
         """Of all experts, (experts x dim, hidden), in the compute dtype."""
         config = self.config
-        kernel = _Kernel(config, fan_in_axis, name=name)()
+        kernel: Any = _Kernel(config, fan_in_axis, name=name)()
         return kernel.astype(config.compute_dtype)
 
 

@@ -333,7 +333,8 @@ class _Specs:
         self.tokens = PartitionSpec(batch)
         self.rows = PartitionSpec(batch, None, hidden)
         self.kernel = PartitionSpec(gathered, hidden)
-        self.routes = Routes(*3 * (PartitionSpec(batch),))
+        of_routes: Any = 3 * [PartitionSpec(batch)]
+        self.routes = Routes(*of_routes)
 
     def run(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         if self._shards is None:
