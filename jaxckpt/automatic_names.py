@@ -147,7 +147,8 @@ def _named_by_user(jaxpr: jex_core.Jaxpr) -> set[Any]:
 
 def _name_equation(label: str, source: Any, value: Any, named: Any) -> Any:
     """The equation ``named = name[name=label] value``, as this JAX writes it."""
-    template = _template(label)
+    aval = value.aval
+    template = _template(label, aval.shape, aval.dtype, aval.weak_type)
     return template.replace(
         invars=[value],
         outvars=[named],
@@ -157,6 +158,7 @@ def _name_equation(label: str, source: Any, value: Any, named: Any) -> Any:
 
 
 @functools.cache
-def _template(label: str) -> Any:
-    scalar = jax.ShapeDtypeStruct((), "float32")
-    return jax.make_jaxpr(lambda x: checkpoint_name(x, label))(scalar).eqns[0]
+def _template(label: str, shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:
+    """Of a value like that: under ``JAX_REMAT3=1`` the equation knows what it names."""
+    value = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, label))(value).eqns[0]
