@@ -108,7 +108,7 @@ def _rewrite(
         if wanted is not None and label not in wanted:
             continue
         for result in equation.outvars:
-            if isinstance(result, jex_core.DropVar) or result in named_by_user:
+            if compat.is_dropped(result) or result in named_by_user:
                 continue
             if not _takes_name(result.aval):
                 continue

@@ -38,6 +38,11 @@ def checkpoint_name_of(equation: jex_core.JaxprEqn) -> str | None:
     return None
 
 
+def is_dropped(variable: Any) -> bool:
+    """Whether an equation's result is used nowhere; ``DropVar`` is public from 0.8."""
+    return type(variable).__name__ == "DropVar"
+
+
 def scan_counts(equation: jex_core.JaxprEqn) -> tuple[int, int]:
     """How many of a scan's inputs are constants, and how many are its carry.
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from jaxckpt import compat
 from jaxckpt.naming import subjaxprs
 
 _CALLS = ("jit", "pjit", "closed_call")
@@ -94,8 +95,11 @@ def _plain(value: Any) -> str:
 
 def variables(operands: Sequence[Any]) -> list[Any]:
     """The operands that are neither literals nor dropped."""
-    no_value = jex_core.Literal | jex_core.DropVar
-    return [operand for operand in operands if not isinstance(operand, no_value)]
+    return [
+        operand
+        for operand in operands
+        if not isinstance(operand, jex_core.Literal) and not compat.is_dropped(operand)
+    ]
 
 
 def program_of(

@@ -143,6 +143,7 @@ class _Slice:
 
     def __init__(self, leaf: jax.ShapeDtypeStruct, dropped: int = 0):
         self._leaf, self._dropped = leaf, dropped
+        self.shape, self.dtype = leaf.shape[dropped:], leaf.dtype  # an array's
 
     def __getitem__(self, index: int | tuple[int, ...]) -> "_Slice":
         axes = len(index) if isinstance(index, tuple) else 1
