@@ -1,12 +1,13 @@
 """Does a budget in bytes hold, and what does it buy over the named policies?
 
-    python -m experiments.budgets --json=experiments/results/budgets.json
+    python -m experiments.budgets
 
 Plans llama3-8b on 8 absent H100s (fsdp:8, one sequence of 8192 tokens per GPU) for ten
 budgets, from just above full remat's memory to just below that of no remat. Beside each
 plan stands the named policy that recomputes least among those that fit the budget: of
 ours, JAX's own, and MaxText's ladder. Takes about 15 minutes on 2 CPU cores and needs
-the `gpu-compiler` extra; `--model=tiny --target=cpu --mesh= --batch-size=16` takes two.
+the `gpu-compiler` extra; --fast takes two and none: the model `tiny` on a CPU, three
+budgets.
 
 Expected: every compiled peak within its budget, and at least 95 % of it used or nothing
 left to gain; cost that falls as the budget grows; at no budget more recomputed FLOPs
@@ -14,21 +15,18 @@ than the best named policy, and at least 20 % fewer on average over the budgets 
 that one recomputes anything. (Above the memory of all matmuls' results neither does.)
 """
 
-import argparse
-import json
 import statistics
-import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+from experiments.common import CACHE, finish, folder, options_of, write
 from jaxckpt.command_line import choose_platform
 
 choose_platform()
 
 # ruff: noqa: E402  the platform is chosen before JAX is imported
-import jax
-
+from jaxckpt import pictures
 from jaxckpt.models.presets import model_config
 from jaxckpt.plan_config import PlanConfig
 from jaxckpt.training.job import Job, run_job
@@ -135,16 +133,54 @@ def findings(rows: list[dict]) -> list[str]:
     return found
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Memory against recomputation: plans, and named policies beside them."""
+    figure = pictures.new_figure(8, 6)
+    axes = figure.subplots()
+    largest = max(row["device_total_bytes"] for row in result["named"])
+    size, unit = pictures.byte_unit(largest)
+    plans = sorted(
+        {
+            (row["compiled_bytes"] / size, 100 * row["recompute_fraction"])
+            for row in result["rows"]
+        }
+    )
+    axes.plot(
+        *zip(*plans, strict=True), linestyle=":", color="black", marker="*",
+        markersize=13, label=f"plans for {len(result['rows'])} budgets",
+    )  # fmt: skip
+    seen: dict[tuple[float, float], list[str]] = {}
+    for row in result["named"]:
+        place = row["device_total_bytes"] / size, 100 * row["recompute_fraction"]
+        seen.setdefault(place, []).append(pictures.shorten(row["policy"], 44))
+    for number, ((x, y), names) in enumerate(sorted(seen.items())):
+        axes.plot(
+            x, y, pictures.MARKERS[number % 7], markersize=8,
+            color=pictures.COLORS[number % 7], label="\n".join(names[:3]),
+            fillstyle="full" if number < 7 else "none",
+        )  # fmt: skip
+    axes.set_xlabel(f"device memory, {unit} (compiled)")
+    axes.set_ylabel("recomputed matmul FLOPs, % of the step (counted)")
+    axes.set_title(f"{result['model']} on {result['target']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    pictures.save(figure, path)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--target", default="h100:8")
     parser.add_argument("--mesh", default="fsdp:8")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--budgets", type=int, default=10)
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.set_defaults(cache=CACHE)
+    if parser.parse_known_args()[0].fast:
+        small = {"model": "tiny", "target": "cpu", "mesh": "", "batch_size": 16}
+        parser.set_defaults(**small, budgets=3)
     options = parser.parse_args()
+    out = folder(options)
     config = PlanConfig(
         model=options.model,
         target=options.target,
@@ -152,7 +188,7 @@ def main() -> None:
         batch_size=options.batch_size,
         architecture=model_config(options.model),
     )
-    cache = options.cache or Path(tempfile.mkdtemp())
+    cache = options.cache
     named = named_rows(config, cache)
     total = {row["policy"]: row["device_total_bytes"] for row in named}
     low, high = 1.005 * total["nothing_saveable"], 0.995 * total["none"]
@@ -182,28 +218,20 @@ def main() -> None:
         f"over the {len(less)} budgets at which that one recomputes anything"
     )
     wrong = findings(rows)
-    if options.json:
-        facts = {
-            "jax": jax.__version__,
-            "model": options.model,
-            "target": options.target,
-            "average_fewer_recomputed_flops": average,
-            "averaged_over_budgets": len(less),
-        }
-        named = [
-            {
-                key: row[key]
-                for key in ("policy", "device_total_bytes", "recompute_fraction")
-            }
-            for row in named
-        ]
-        report = {**facts, "rows": rows, "named": named}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-    if average < 0.2:
+    kept = ("policy", "device_total_bytes", "recompute_fraction")
+    result = {
+        "model": options.model,
+        "target": options.target,
+        "average_fewer_recomputed_flops": average,
+        "averaged_over_budgets": len(less),
+        "rows": rows,
+        "named": [{key: row[key] for key in kept} for row in named],
+    }
+    write(out / "budgets.json", result)
+    draw(result, out / "budgets.png")
+    if average < 0.2 and less:
         wrong.append(f"{average:.1%} fewer recomputed FLOPs on average")
-    if wrong:
-        sys.exit("; ".join(wrong))
+    finish(wrong)
 
 
 if __name__ == "__main__":

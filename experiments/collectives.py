@@ -1,8 +1,9 @@
 """What does keeping values after a collective spare, and what does it cost?
 
-    python -m experiments.collectives --json=experiments/results/collectives.json
+    python -m experiments.collectives
 
-Takes about 5 minutes on 2 CPU cores and needs the `gpu-compiler` extra. Full remat runs
+Takes about 5 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: 1, two
+layers, no --layers). Full remat runs
 a layer's collectives again in the backward pass. A plan can keep what comes after them:
 ``out_proj`` after its all-reduce or reduce-scatter on a tensor axis (``mlpwo``'s is not
 repeated: nothing in its layer needs it), ``gathered_weights`` after the all-gather on
@@ -18,12 +19,13 @@ of that kind is empty, and `spared` is its bytes.
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from experiments.common import CACHE, folder, options_of, write
+from jaxckpt import pictures
 from jaxckpt.models.presets import model_config
 from jaxckpt.training.collective_table import collective_table, total_sent
 from jaxckpt.training.config import TrainConfig
@@ -72,7 +74,7 @@ def measure(
         )
         for policy in policies
     ]
-    return compile_rows(jobs, options.cache, print)
+    return compile_rows(jobs, CACHE, print)
 
 
 def summary(row: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
@@ -88,16 +90,48 @@ def summary(row: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """What is sent under each policy, phase by phase."""
+    figure = pictures.new_figure(8, 1.2 + 1.7 * len(result["meshes"]))
+    grid = figure.subplots(len(result["meshes"]), 1, squeeze=False)
+    phases = ("forward", "recompute", "backward", "other")
+    hatches = ("", "////", "....", "xx")
+    for (axes,), mesh in zip(grid, result["meshes"], strict=True):
+        rows = mesh["rows"]
+        left = [0.0] * len(rows)
+        for number, phase in enumerate(phases):
+            sent = [sum(row["collective_bytes"][phase].values()) for row in rows]
+            widths = [nbytes / 2**30 for nbytes in sent]
+            axes.barh(
+                range(len(rows)), widths, left=left, height=0.65, edgecolor="white",
+                color=pictures.COLORS[number], hatch=hatches[number], label=phase,
+            )  # fmt: skip
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        labels = [pictures.shorten(row["policy"], 36) for row in rows]
+        axes.set_yticks(range(len(rows)), labels, fontsize=9)
+        axes.invert_yaxis()
+        sequence = ", sequence parallel" if mesh["sequence_parallel"] else ""
+        axes.set_title(mesh["mesh"] + sequence, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[-1][0].set_xlabel("GiB that one device sends in a step (counted)")
+    handles, _ = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(
+        f"{result['model']}, {result['layers']} layers, on {result['target']}"
+    )
+    pictures.save(figure, path)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--target", default="h100:8")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--cache", type=Path, default=Path("runs/report-cache"))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    out = folder(options)
+    options.layers = 2 if options.fast else options.layers
     console = Console(width=110)
     results = []
-    for mesh, sequence, policies in CASES:
+    for mesh, sequence, policies in CASES[:1] if options.fast else CASES:
         rows = measure(mesh, sequence, policies, options)
         where = f"{mesh}, sequence parallel" if sequence else mesh
         for row in rows:
@@ -113,11 +147,10 @@ def main() -> None:
                 f"{_signed(one['more_temp_bytes'])} of temporary memory"
             )
         results.append({"mesh": mesh, "sequence_parallel": sequence, "rows": summaries})
-    if options.json:
-        facts = {"model": MODEL, "layers": options.layers, "target": options.target}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**facts, "meshes": results}, indent=2)
-        options.json.write_text(text + "\n")
+    facts = {"model": MODEL, "layers": options.layers, "target": options.target}
+    result = {**facts, "meshes": results}
+    write(out / "collectives.json", result)
+    draw(result, out / "collectives.png")
 
 
 def _signed(nbytes: int) -> str:

@@ -1,8 +1,9 @@
 """Do activation bytes per layer reach the table of Korthikanti et al. 2022?
 
-    python -m experiments.korthikanti --json=experiments/results/korthikanti.json
+    python -m experiments.korthikanti
 
-Takes about 15 minutes on 2 CPU cores and needs the `gpu-compiler` extra. A GPT block
+Takes about 15 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: 2, two
+configurations of 22B). A GPT block
 is written as in "Reducing Activation Recomputation in Large Transformer Models" (arXiv
 2205.05198), `experiments.korthikanti_block`. For the paper's four models, on absent
 H100s, each configuration of its table 2 is
@@ -30,16 +31,13 @@ the two loops (with a microbatch of 1; 8sbh/t on top). That makes 7 to 8 % of `n
 row names what is copied.
 """
 
-import argparse
 import dataclasses
-import json
 import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from experiments.common import folder, options_of, write
 from experiments.korthikanti_block import (
     MODELS,
     PARALLEL,
@@ -49,6 +47,7 @@ from experiments.korthikanti_block import (
     policy_text,
     weight_shapes,
 )
+from jaxckpt import pictures
 from jaxckpt.compiler.residuals import Residual
 from jaxckpt.compiler.targets import parse_target
 from jaxckpt.training.sharding import Placement, make_placement
@@ -210,8 +209,38 @@ def print_first_stages(rows: list[dict[str, Any]]) -> None:
         print(f"{row['model']:5}{row['configuration']:13}{sizes}{share:10.1%}")
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Bytes per layer by paper, count and compiler, a panel for each model."""
+    rows = [row for row in result["rows"] if row["configuration"] != "naive"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = pictures.new_figure(8, 0.9 + 2.2 * math.ceil(len(models) / 2))
+    grid = figure.subplots(math.ceil(len(models) / 2), 2, squeeze=False).flat
+    for axes, name in zip(grid, models, strict=False):
+        of_model = [row for row in rows if row["model"] == name]
+        for number, kind in enumerate(("paper", "counted", "compiled")):
+            axes.bar(
+                [place + 0.27 * (number - 1) for place in range(len(of_model))],
+                [row[kind] / 2**20 for row in of_model],
+                width=0.26, color=pictures.COLORS[number], edgecolor="white",
+                hatch=("", "////", "....")[number], label=kind,
+            )  # fmt: skip
+        labels = [row["configuration"].replace(", ", "\n") for row in of_model]
+        axes.set_xticks(range(len(of_model)), labels, fontsize=9, rotation=40)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=1)
+        axes.set_ylabel("MiB per layer")
+        axes.set_title(name, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in list(grid):
+        axes.set_axis_off()
+    handles, _ = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle("activations of one layer on one device, Korthikanti et al. 2022")
+    pictures.save(figure, path)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
         "--configurations",
@@ -219,8 +248,10 @@ def main() -> None:
         choices=CONFIGURATIONS,
         default=list(CONFIGURATIONS),
     )
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    out = folder(options)
+    if options.fast:
+        options.models, options.configurations = ["22B"], ["all", "full"]
     header = "".join(f"{kind:>9}     /sbh" for kind in ("paper", "counted", "compiled"))
     temps = "".join(f"{f'temp({depth})':>10}" for depth in DEPTHS)
     print("MiB per layer and device; ratios to the paper; temp in GiB, all layers")
@@ -231,10 +262,9 @@ def main() -> None:
             rows.append(measure(name, configuration))
             print_row(rows[-1])
     print_first_stages(rows)
-    if options.json:
-        facts = {"jax": jax.__version__, "target": "h100", "depths": DEPTHS}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
+    result = {"target": "h100", "depths": DEPTHS, "rows": rows}
+    write(out / "korthikanti.json", result)
+    draw(result, out / "korthikanti.png")
     unexplained = [
         row
         for row in rows

@@ -1,9 +1,10 @@
 """Three ways to say what recomputation costs, beside each other, for five policies.
 
-    python -m experiments.shares --json=experiments/results/shares.json
+    python -m experiments.shares
 
-Takes about 4 minutes on 2 CPU cores. For every policy, of the training step of the
-shipped model `tiny` at 4 and at 12 layers, and of a wider one:
+Takes about 4 minutes on 2 CPU cores (--fast: 1, the first model, few rounds).
+For every policy, of the training step of the shipped model `tiny` at 4 and at 12
+layers, and of a wider one:
 
 * FLOPs: recomputed matmul FLOPs over all matmul FLOPs of the step, counted;
 * profile: time of recomputation over the step's, by the monitor, median of the profiled
@@ -28,8 +29,6 @@ Expected, on a quiet machine: the profile within 3 points of step time of overhe
 saving, and of the overhead alone where little is recomputed; its two runs within 1.
 """
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -38,6 +37,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.common import folder, options_of, write
 from jaxckpt.command_line import choose_platform
 
 _KEEP_PAGES = {
@@ -59,6 +59,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxckpt import pictures
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.profile import PhaseTimes
@@ -222,15 +223,47 @@ def print_rows(result: dict, console: Console) -> None:
     console.print(table)
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """The three shares of every policy that recomputes, a panel for each model."""
+    figure = pictures.new_figure(8, 1 + 2.2 * len(result["models"]))
+    grid = figure.subplots(len(result["models"]), 1, squeeze=False, sharex=True)
+    fields = {
+        "FLOPs (counted)": ("flop_share_of_step",),
+        "profile (measured)": ("profile_share_of_step",),
+        "overhead (measured)": ("overhead_share_of_step",),
+        "overhead + saving": ("overhead_share_of_step", "saving_share_of_step"),
+    }
+    for (axes,), model in zip(grid, result["models"], strict=True):
+        rows = model["policies"][1:]
+        for number, (label, summed) in enumerate(fields.items()):
+            axes.bar(
+                [place + 0.2 * (number - 1.5) for place in range(len(rows))],
+                [100 * sum(row[field] for field in summed) for row in rows],
+                width=0.19, color=pictures.COLORS[number], edgecolor="white",
+                hatch=("", "////", "....", "xx")[number], label=label,
+            )  # fmt: skip
+        names = [row["policy"].replace("_with_", "\nwith_") for row in rows]
+        axes.set_xticks(range(len(rows)), names, fontsize=9)
+        axes.tick_params(labelbottom=True)
+        axes.set_ylabel("% of the step")
+        axes.set_title(model["model"], fontsize=10)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, _ = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    pictures.save(figure, path)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    out = folder(options)
     console, results = Console(width=100), []
-    for name, sizes in MODELS.items():
-        rows = training_steps(sizes, POLICIES, options.batch_size, options.rounds)
+    rounds = 6 if options.fast else options.rounds
+    for name, sizes in list(MODELS.items())[: 1 if options.fast else None]:
+        rows = training_steps(sizes, POLICIES, options.batch_size, rounds)
         results.append(
             {
                 "model": name,
@@ -240,11 +273,9 @@ def main() -> None:
             }
         )
         print_rows(results[-1], console)
-        if options.json:
-            facts = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-            text = json.dumps({**facts, "models": results}, indent=2)
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(text + "\n")
+    result = {"device": jax.devices()[0].device_kind, "models": results}
+    write(out / "shares.json", result)
+    draw(result, out / "shares.png")
 
 
 if __name__ == "__main__":
