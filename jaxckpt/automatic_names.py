@@ -87,7 +87,7 @@ def _rewrite(
 
     equations = []
     for equation in jaxpr.eqns:
-        primitive = equation.primitive.name
+        primitive = compat.primitive_name(equation)
         label = f"{primitive}.{counts[primitive]}"
         counts[primitive] += 1
         params = equation.params
@@ -147,18 +147,17 @@ def _named_by_user(jaxpr: jex_core.Jaxpr) -> set[Any]:
 
 def _name_equation(label: str, source: Any, value: Any, named: Any) -> Any:
     """The equation ``named = name[name=label] value``, as this JAX writes it."""
-    aval = value.aval
-    template = _template(label, aval.shape, aval.dtype, aval.weak_type)
+    template = _template(compat.remat3())
     return template.replace(
         invars=[value],
         outvars=[named],
+        params=compat.name_params(label, value.aval),
         source_info=source.source_info,
         ctx=source.ctx,
     )
 
 
 @functools.cache
-def _template(label: str, shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:
-    """Of a value like that: under ``JAX_REMAT3=1`` the equation knows what it names."""
-    value = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
-    return jax.make_jaxpr(lambda x: checkpoint_name(x, label))(value).eqns[0]
+def _template(remat3: bool) -> Any:  # differs by it
+    scalar = jax.ShapeDtypeStruct((), "float32")
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(scalar).eqns[0]

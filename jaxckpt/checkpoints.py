@@ -22,7 +22,7 @@ class Checkpoint:
     Attributes:
       policy: JAX's policy callable, None for full remat.
       body: what it runs: recomputation, then gradients.
-      recompute: FLOPs recomputed in one run.
+      matmuls: FLOPs and kind of each that one run recomputes.
       loops: iterations of the loops around it.
       level: the jaxpr it stands in.
       outer: whether another checkpoint is around it and nothing else inside that.
@@ -30,10 +30,15 @@ class Checkpoint:
 
     policy: Callable[..., Any] | None
     body: jex_core.Jaxpr
-    recompute: int
+    matmuls: list[tuple[int, str]]
     loops: int
     level: int
     outer: bool
+
+    @property
+    def recompute(self) -> int:
+        """FLOPs recomputed in one run."""
+        return sum(flops for flops, _ in self.matmuls)
 
 
 def find_checkpoints(
@@ -50,7 +55,7 @@ def find_checkpoints(
                 yield Checkpoint(
                     policy=params["policy"],
                     body=body,
-                    recompute=sum(flops for flops, _ in recomputed(body)),
+                    matmuls=recomputed(equation, body),
                     loops=loops,
                     level=id(jaxpr),
                     outer=directly_inside and alone,
@@ -132,10 +137,16 @@ def is_checkpoint(equation: jex_core.JaxprEqn) -> bool:
     return {"policy", "prevent_cse"} <= compat.equation_params(equation).keys()
 
 
-def recomputed(body: jex_core.Jaxpr) -> list[tuple[int, str]]:
-    """FLOPs and kind of every matmul that a checkpoint's backward pass runs again."""
+def recomputed(
+    equation: jex_core.JaxprEqn, body: jex_core.Jaxpr
+) -> list[tuple[int, str]]:
+    """FLOPs and kind of every matmul that a checkpoint's backward pass runs again.
+
+    Under ``JAX_REMAT3=1`` the body has nothing else, and the equation says so.
+    """
     found = []
-    for visit in walk(body, stack="/transpose(jvp())"):
+    stack = f"/transpose(jvp())/{equation.source_info.name_stack}"
+    for visit in walk(body, stack=stack):
         if visit.flops and "rematted_computation" in visit.name_stack:
             found.append((visit.flops, visit.equation.primitive.name))
     return found

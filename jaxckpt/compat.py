@@ -1,7 +1,9 @@
 """Every difference between JAX versions, and nothing else."""
 
 import contextlib
+import inspect
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +21,11 @@ def equation_params(equation: jex_core.JaxprEqn) -> dict[str, Any]:
     ``call_hi_primitive`` whose own parameters sit one level down, in ``_prim``.
     """
     if equation.primitive.name == "call_hi_primitive":
-        return equation.params["_prim"].params
+        hidden = equation.params["_prim"].params
+        return {
+            key: value.jaxpr if isinstance(value, jax.stages.Traced) else value
+            for key, value in hidden.items()
+        }
     return equation.params
 
 
@@ -38,9 +44,118 @@ def checkpoint_name_of(equation: jex_core.JaxprEqn) -> str | None:
     return None
 
 
+def as_policies_see_it(
+    equation: jex_core.JaxprEqn,
+) -> tuple[jex_core.Primitive, dict[str, Any]]:
+    """The primitive and the parameters that JAX asks a checkpoint policy about.
+
+    They are those of the equation, but a name is always the primitive ``name``.
+    """
+    from jax._src.ad_checkpoint import name_p
+
+    name = checkpoint_name_of(equation)
+    if name is not None:
+        return name_p, {"name": name}
+    return equation.primitive, equation.params
+
+
+def remat3() -> bool:
+    """Whether JAX's coming implementation of checkpoints is on, ``JAX_REMAT3=1``."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
+def asked_about(policy: Any) -> frozenset[str] | None:
+    """The primitives whose results this JAX keeps if this policy of JAX's says so.
+
+    Returns:
+      None for all of them. Under ``JAX_REMAT3=1`` few have a rule; before jax 0.11
+      each of those knew some of JAX's own policies, and asked no other.
+    """
+    if not remat3() or policy is jax.checkpoint_policies.nothing_saveable:
+        return None
+    if jax.__version_info__ >= (0, 11):
+        everything = policy is jax.checkpoint_policies.everything_saveable
+        return None if everything else frozenset(_WITH_A_RULE)
+    known = {
+        "DotsSaveable": {"dot_general"},
+        "SaveOnlyTheseNames": {"name"},
+        "SaveAnyNamesButThese": {"name"},
+    }
+    return frozenset(known.get(type(policy).__name__, ()))
+
+
+_WITH_A_RULE = ("name", "dot_general", "conv_general_dilated")
+
+
+def keeps(decision: Any) -> bool:
+    """Whether a policy's answer is to save or to offload."""
+    from jax._src.interpreters import partial_eval
+
+    return not isinstance(
+        partial_eval.ensure_enum(decision), partial_eval.RecomputeType
+    )
+
+
+def made_by(policy: Any) -> tuple[str, dict[str, Any]]:
+    """Which of ``jax.checkpoint_policies`` made a policy, and from what.
+
+    They are closures, or some of them from jax 0.9 on data classes, by version.
+
+    Returns:
+      The name of the function and its arguments; an empty name for a policy that is
+      not JAX's own.
+    """
+    if getattr(type(policy), "__module__", "") == "jax._src.ad_checkpoint":
+        words = re.findall("[A-Z][a-z]*", type(policy).__name__)
+        return "_".join(words).lower(), dict(vars(policy))
+    if getattr(policy, "__module__", "") == "jax._src.ad_checkpoint":
+        name, _, inner = policy.__qualname__.partition(".<locals>")
+        if inner:
+            return name, dict(inspect.getclosurevars(policy).nonlocals)
+    return "", {}
+
+
+def keeps_names_of_rules() -> bool:
+    """Whether a policy finds the names in the forward rule of a custom_vjp.
+
+    Under ``JAX_REMAT3=1`` only with JAX's new custom_vjp, ``JAX_CUSTOM_VJP3=1``.
+    """
+    return not remat3() or bool(getattr(jax.config, "jax_custom_vjp3", False))
+
+
+def effects_not_in_checkpoints(closed: jex_core.ClosedJaxpr) -> list[str]:
+    """The side effects of a program that JAX does not run a second time."""
+    from jax._src import effects
+
+    return sorted(map(str, effects.remat_allowed_effects.filter_not_in(closed.effects)))
+
+
 def is_dropped(variable: Any) -> bool:
     """Whether an equation's result is used nowhere; ``DropVar`` is public from 0.8."""
     return type(variable).__name__ == "DropVar"
+
+
+def primitive_name(equation: jex_core.JaxprEqn) -> str:
+    """The primitive's name, the same whether ``JAX_REMAT3`` is on or not."""
+    hidden = type(equation.params.get("_prim")).__name__
+    return _HIDDEN.get(hidden, equation.primitive.name)
+
+
+_HIDDEN = {
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+    "RematTraced": "remat2",
+    "CustomVJPTraced": "custom_vjp_call",
+}
+
+
+def name_params(name: str, aval: Any) -> dict[str, Any]:
+    """The parameters of an equation that gives a value a checkpoint name."""
+    if not remat3():
+        return {"name": name}
+    from jax._src.ad_checkpoint import CheckpointName
+
+    return {"_prim": CheckpointName(name, aval)}
 
 
 def scan_counts(equation: jex_core.JaxprEqn) -> tuple[int, int]:

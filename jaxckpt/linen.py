@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt.automatic_names import with_automatic_names
+from jaxckpt.jax_policies import jax_policy
 from jaxckpt.layers import Layers, layer_plan
 from jaxckpt.loops import Loop, Part, loops_of
 from jaxckpt.naming import list_names
 from jaxckpt.policies import NONE, Policy, PolicyError, is_automatic, unknown_names
-from jaxckpt.remat import jax_policy, split_static
+from jaxckpt.remat import split_static
 from jaxckpt.stack import split_layers
 
 LAYER_AXIS = "layers"  # logical name of the stacked axis in partitioned parameters

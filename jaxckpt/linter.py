@@ -16,7 +16,6 @@ from jaxckpt.checkpoints import (
     Checkpoint,
     find_checkpoints,
     is_checkpoint,
-    recomputed,
 )
 from jaxckpt.compiler.flops import FlopCount, count_jaxpr_flops, phase
 from jaxckpt.layers import LayerPlan
@@ -96,7 +95,7 @@ def _double_wrapping(checkpoints: list[Checkpoint]) -> Iterator[str]:
 
 def _whole_model(checkpoints: list[Checkpoint], total: FlopCount) -> Iterator[str]:
     for checkpoint in checkpoints:
-        last = max((f for f, _ in recomputed(checkpoint.body)), default=0)
+        last = max((f for f, _ in checkpoint.matmuls), default=0)
         share = (checkpoint.recompute + last) / total.forward if total.forward else 0
         if checkpoint.loops == 1 and share >= _WHOLE:
             yield (
@@ -137,7 +136,7 @@ def _matmuls_that_dots_policies_miss(checkpoints) -> Iterator[str]:
         name = getattr(checkpoint.policy, "__name__", type(checkpoint.policy).__name__)
         if not name.lower().startswith(("dots", "checkpoint_dots")):
             continue
-        missed = Counter(primitive for _, primitive in recomputed(checkpoint.body))
+        missed = Counter(primitive for _, primitive in checkpoint.matmuls)
         if missed:
             kinds = ", ".join(f"{n} {kind}" for kind, n in missed.items())
             yield (

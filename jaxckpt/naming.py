@@ -5,7 +5,7 @@ A value gets a name with ``jax.ad_checkpoint.checkpoint_name(value, "name")``.
 and nested checkpoints, by tracing the function and walking its jaxpr.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
-from jaxckpt.policies import unknown_names
+from jaxckpt.policies import PolicyError, unknown_names
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,47 @@ def trace_forward(fn: Callable[..., Any], *args: Any, **kwargs: Any):
 def check_names(names: Collection[str], fn: Callable[..., Any], *args: Any) -> None:
     """Raises PolicyError when a policy speaks of a name the function has not.
 
-    JAX itself ignores such a name and recomputes everything, without a word.
+    JAX itself ignores such a name and recomputes everything, without a word; and so it
+    does under ``JAX_REMAT3=1`` alone with a name that is in the forward rule of a
+    custom_vjp only.
     """
-    if names:
-        known = {value.name for value in list_names(fn, *args)}
-        missing = set(names) - known
-        if missing:
-            raise unknown_names(missing, known)
+    if not names:
+        return
+    known = {value.name for value in list_names(fn, *args)}
+    missing = set(names) - known
+    if missing:
+        raise unknown_names(missing, known)
+    if not compat.keeps_names_of_rules():
+        plain = {name for name, _ in _walk_names(jax.make_jaxpr(fn)(*args).jaxpr)}
+        if set(names) - plain:
+            raise PolicyError(
+                f"{min(set(names) - plain)!r} is named in the forward rule of a "
+                "custom_vjp, which JAX_REMAT3=1 ignores: set JAX_CUSTOM_VJP3=1 too"
+            )
+
+
+def check_program_names(
+    names: Collection[str], closed: jex_core.ClosedJaxpr, arrays: Sequence[Any]
+) -> None:
+    """`check_names` of a traced function; its constants are inputs like the arrays.
+
+    With no input to differentiate by nothing will be saved, and a name in the forward
+    rule of a custom_vjp cannot be seen: then a function with such a rule is believed.
+    """
+    inputs = [*closed.consts, *arrays]
+    if any(map(_is_differentiable, inputs)) or not _has_custom_vjp(closed.jaxpr):
+        jaxpr = closed.jaxpr
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        fn = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(jaxpr, ()))
+        check_names(names, fn, *inputs)
+
+
+def _has_custom_vjp(jaxpr: jex_core.Jaxpr) -> bool:
+    return any(
+        compat.primitive_name(equation).startswith("custom_vjp")
+        or any(map(_has_custom_vjp, subjaxprs(equation)))
+        for equation in jaxpr.eqns
+    )
 
 
 def is_array(leaf: Any) -> bool:

@@ -12,13 +12,22 @@
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax import checkpoint as jax_checkpoint
 from jax.extend import core as jex_core
 
+from jaxckpt import compat
 from jaxckpt.automatic_names import name_values
+from jaxckpt.jax_policies import (
+    AskedPolicy,
+    check_asked,
+    jax_policy,
+    names_in,
+    read_policy,
+)
 from jaxckpt.layers import parse_layers
 from jaxckpt.modules import (
     is_haiku_transformed,
@@ -26,11 +35,18 @@ from jaxckpt.modules import (
     is_other_module,
     refuse_nnx,
 )
-from jaxckpt.naming import check_names, is_array
+from jaxckpt.naming import check_program_names, is_array
 from jaxckpt.policies import NONE, Policy, PolicyError
 
 
-def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
+def remat(
+    target: Any = None,
+    policy: "str | Policy | AskedPolicy" = "full",
+    *,
+    prevent_cse: Any = True,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Any:
     """Checkpoints a function or a module under a policy.
 
     Wrap one *block* of a model, and every block: wrapping a whole model saves
@@ -42,6 +58,13 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
         module of Flax Linen, Flax NNX, Equinox or Haiku, or its class; the pair of
         `haiku.transform`. Left out, the call is a decorator: ``@remat(policy=...)``.
       policy: a `Policy` or its text; ``"none"`` gives the target back untouched.
+        Or one of JAX's policies, as `jax.checkpoint` takes them.
+      prevent_cse: as of `jax.checkpoint`, for functions: False saves a little time
+        where the call is the body of a `jax.lax.scan` or another loop. Elsewhere XLA
+        then merges the recomputation away.
+      static_argnums: as of `jax.checkpoint`, for functions: positions of arguments
+        whose arrays are not traced either. What is no array needs no mention.
+      static_argnames: their names.
 
     Nothing runs to find out whether the device gets offloading right:
     ``jaxckpt.testing.assert_offload_works()`` and ``python -m jaxckpt.selftest`` do.
@@ -93,7 +116,13 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
     Source: Chen et al. 2016, arXiv 1604.06174; `jax.checkpoint`.
     """
     if target is None:
-        return functools.partial(remat, policy=policy)
+        return functools.partial(
+            remat,
+            policy=policy,
+            prevent_cse=prevent_cse,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+        )
     if is_haiku_transformed(target):
         return target._replace(apply=remat(target.apply, policy))
     is_module = is_linen(target) or is_other_module(target)
@@ -117,48 +146,25 @@ def remat(target: Any = None, policy: "str | Policy" = "full") -> Any:
     from jaxckpt.remat_linen import remat_linen
     from jaxckpt.remat_modules import remat_function, remat_module
 
+    if is_module and (prevent_cse is not True or static_argnums or static_argnames):
+        raise TypeError(
+            "prevent_cse and static_argnums are for functions; flags of a module's "
+            "call need no mention"
+        )
     if is_linen(target):
         return remat_linen(target, parsed)
-    return (remat_module if is_module else remat_function)(target, parsed)
-
-
-def jax_policy(policy: Policy, keep: Collection[str] = ()) -> Callable[..., Any]:
-    """JAX's own policy object for a `Policy` (any but ``none``).
-
-    Args:
-      policy: what to keep.
-      keep: names of values to keep beside that; those that it offloads are offloaded.
-    """
-    known = jax.checkpoint_policies
-    save = dict.fromkeys([*policy.save, *keep])
-    if policy.offload:
-        return known.save_and_offload_only_these_names(
-            names_which_can_be_saved=[n for n in save if n not in policy.offload],
-            names_which_can_be_offloaded=list(policy.offload),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    names = known.save_only_these_names(*save)
-    if save and policy.rule in ("names", "nothing_saveable"):
-        return names
-    rules = {
-        "everything_saveable": known.everything_saveable,
-        "nothing_saveable": known.nothing_saveable,
-        "dots_saveable": known.dots_saveable,
-        "dots_with_no_batch_dims_saveable": known.dots_with_no_batch_dims_saveable,
-    }
-    rule = rules[policy.rule]
-    if keep and policy.rule != "everything_saveable":
-        return known.save_from_both_policies(rule, names)
-    return rule
+    if is_module:
+        return remat_module(target, parsed)
+    return remat_function(target, parsed, prevent_cse, static_argnums, static_argnames)
 
 
 def checkpoint(
     fn: Callable[..., Any],
-    policy: Policy,
+    policy: Policy | AskedPolicy,
     *,
     in_loop: bool,
     keep: Collection[str] = (),
+    pinned: Any = True,
 ) -> Callable[..., Any]:
     """`jax.checkpoint` of a function; under ``none`` the function itself.
 
@@ -169,6 +175,13 @@ def checkpoint(
         one iteration. Only there XLA cannot merge the recomputation back into the
         forward pass, so only there the barriers of ``prevent_cse`` are left out.
       keep: names of values to keep beside what the policy says.
+      pinned: elsewhere, which positional arguments the barriers hold: a bool, or a
+        pytree prefix of the arguments.
+
+    Raises:
+      PolicyError: when called, a name that no value carries, or a policy that JAX
+        would not follow.
+      NotImplementedError: when called, a side effect that must not run twice.
     """
 
     if policy == NONE:
@@ -188,22 +201,64 @@ def checkpoint(
 
         # Traced once, and checked as a jaxpr: a Linen module counts the random
         # numbers that it draws, so a second run of its Python would draw others.
-        closed = name_values(jax.make_jaxpr(of_arrays)(arrays), policy.names)
+        names = names_in(policy)
+        closed = name_values(jax.make_jaxpr(of_arrays)(arrays), names)
+        refuse_effects(closed)
+        check_asked(policy, closed, keep)
+        check_program_names(names, closed, arrays)
         traced = jex_core.jaxpr_as_fun(closed)
-        # What the function closes over is differentiated too, and may be all that a
-        # value with a name depends on: weights of an unrolled layer.
-        opened = closed.jaxpr.replace(
-            constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars]
-        )
-        whole = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(opened, ()))
-        check_names(policy.names, whole, *closed.consts, *arrays)
-        outputs = jax.checkpoint(
-            traced, policy=jax_policy(policy, keep), prevent_cse=not in_loop
+        outputs = jax_checkpoint(
+            traced,
+            policy=jax_policy(policy, keep),
+            prevent_cse=not in_loop and _of_arrays(pinned, args, kwargs),
         )(*arrays)
         assert rebuild_outputs is not None  # set while tracing
         return rebuild_outputs(outputs)
 
     return wrapped
+
+
+def refuse_effects(closed: jex_core.ClosedJaxpr) -> None:
+    """Refuses what the backward pass would do a second time and must not.
+
+    Raises:
+      NotImplementedError: naming the effects.
+    """
+    refused = compat.effects_not_in_checkpoints(closed)
+    if refused:
+        raise NotImplementedError(
+            f"a checkpointed block has the effect {', '.join(refused)} (io_callback?), "
+            "which the backward pass would repeat: move it out of the block; "
+            "jax.debug.callback may run twice and stay"
+        )
+
+
+def _of_arrays(pinned: Any, args: Any, kwargs: Any) -> Any:
+    """A prefix of the arguments as one bool for each array of the call."""
+    if isinstance(pinned, bool):
+        return pinned
+    given = (args, kwargs) if kwargs else args  # as JAX has it
+    flags, leaves = _flags(pinned, given), jax.tree.leaves(given)
+    return tuple(
+        flag for leaf, flag in zip(leaves, flags, strict=True) if is_array(leaf)
+    )
+
+
+def _flags(prefix: Any, tree: Any) -> list[bool]:
+    """One bool for each leaf: a pytree prefix, or tuples in place of its containers."""
+    if isinstance(prefix, bool):
+        return [prefix] * len(jax.tree.leaves(tree))
+    parts, inside = _children(prefix), _children(tree)
+    if len(parts) != len(inside) or parts == [prefix]:
+        raise ValueError(
+            f"prevent_cse: {prefix!r} is no bool and no prefix of the arguments"
+        )
+    pairs = zip(parts, inside, strict=True)
+    return [flag for part, one in pairs for flag in _flags(part, one)]
+
+
+def _children(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda node: node is not tree)
 
 
 def split_static(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -224,7 +279,9 @@ def split_static(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return arrays, rebuild
 
 
-def _block_policy(policy: str | Policy) -> Policy:
+def _block_policy(policy: str | Policy | AskedPolicy) -> Policy | AskedPolicy:
+    if callable(policy):
+        return read_policy(policy)
     parsed = parse_layers(policy)
     if not isinstance(parsed, Policy):
         raise PolicyError(

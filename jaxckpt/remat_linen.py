@@ -11,18 +11,21 @@ import flax.linen as nn
 from flax.core import lift
 from flax.linen.transforms import lift_transform
 
+from jaxckpt.jax_policies import AskedPolicy
 from jaxckpt.policies import Policy
 from jaxckpt.remat import checkpoint
 
 
-def remat_linen(target: Any, policy: Policy) -> Any:
+def remat_linen(target: Any, policy: Policy | AskedPolicy) -> Any:
     """A Linen module class, or a module, whose ``__call__`` is checkpointed."""
     if isinstance(target, type):
         return _remat_module_class(target, policy)
     return _remat_module(target, policy)
 
 
-def checkpoint_method(method: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def checkpoint_method(
+    method: Callable[..., Any], policy: Policy | AskedPolicy
+) -> Callable[..., Any]:
     """A method of Linen modules whose calls are checkpointed: ``(module, ...)``."""
 
     def packed(module, args, kwargs):
@@ -35,7 +38,9 @@ def checkpoint_method(method: Callable[..., Any], policy: Policy) -> Callable[..
 
 
 @functools.cache  # equal modules, rematted alike, stay equal
-def _remat_module_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
+def _remat_module_class(
+    cls: type[nn.Module], policy: Policy | AskedPolicy
+) -> type[nn.Module]:
     """A subclass whose ``__call__`` is checkpointed; named as the class itself."""
 
     class Rematted(cls):
@@ -47,7 +52,7 @@ def _remat_module_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]
     return Rematted
 
 
-def _remat_module(module: nn.Module, policy: Policy) -> nn.Module:
+def _remat_module(module: nn.Module, policy: Policy | AskedPolicy) -> nn.Module:
     """The same module, under the same name and parent, seen as its rematted class.
 
     It is not made anew: a parent's compact method has given it a name already.
@@ -57,7 +62,9 @@ def _remat_module(module: nn.Module, policy: Policy) -> nn.Module:
     return rematted
 
 
-def _lifted_checkpoint(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def _lifted_checkpoint(
+    fn: Callable[..., Any], policy: Policy | AskedPolicy
+) -> Callable[..., Any]:
     """`checkpoint` of a function of a Flax scope, whose variables become arguments.
 
     As `flax.core.lift.checkpoint`. Variables of modules outside the scope that the

@@ -13,25 +13,34 @@ still what it was: parameters keep their paths and the pytree its leaves.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 
 from jaxckpt import compat
+from jaxckpt.jax_policies import AskedPolicy
 from jaxckpt.modules import is_nnx_object
 from jaxckpt.policies import Policy
 from jaxckpt.remat import checkpoint
 from jaxckpt.remat_linen import checkpoint_method
+from jaxckpt.static_arguments import hide_static, show_static
 
 
-def remat_function(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def remat_function(
+    fn: Callable[..., Any],
+    policy: Policy | AskedPolicy,
+    prevent_cse: Any = True,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Callable[..., Any]:
     """A function whose calls are checkpointed, with the state that they change.
 
     Args:
       fn: a function, a method, a `functools.partial` or any callable.
       policy: what its calls keep.
+      prevent_cse, static_argnums, static_argnames: see `jaxckpt.remat`.
 
     Example:
       >>> import jax, jax.numpy as jnp, pytest
@@ -47,15 +56,26 @@ def remat_function(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]
       (['linear', 'linear_1'], (2, 8))
     """
     inner, bound_args, bound_kwargs = _unbound(fn)
+    some_static = static_argnums != () or static_argnames != ()
+    if some_static:
+        inner = show_static(inner)
+    pinned = prevent_cse
+    if isinstance(pinned, tuple | list):  # of the call's arguments, as JAX has it
+        pinned = (True,) * len(bound_args) + tuple(pinned)
 
     @functools.wraps(fn)
     def wrapped(*args, **kwargs):
+        if some_static:
+            args, kwargs = hide_static(
+                fn, static_argnums, static_argnames, args, kwargs
+            )
         args, kwargs = bound_args + args, bound_kwargs | kwargs
         if args and isinstance(args[0], nn.Module):
             return checkpoint_method(inner, policy)(*args, **kwargs)
 
         def transform(fn):
-            return checkpoint(fn, policy, in_loop=False)
+            in_loop = prevent_cse is False
+            return checkpoint(fn, policy, in_loop=in_loop, pinned=pinned)
 
         if compat.in_haiku_transform():
             transform = compat.thread_haiku_state(transform)
@@ -69,7 +89,7 @@ def remat_function(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]
     return wrapped
 
 
-def remat_module(target: Any, policy: Policy) -> Any:
+def remat_module(target: Any, policy: Policy | AskedPolicy) -> Any:
     """An NNX, Equinox or Haiku module, or a class of them, checkpointed when called.
 
     A module and its rematted self are two views of one: they share their attributes.
@@ -100,7 +120,7 @@ def remat_module(target: Any, policy: Policy) -> Any:
 
 
 @functools.cache  # modules rematted alike have equal tree structures
-def _rematted(cls: type, policy: Policy) -> type:
+def _rematted(cls: type, policy: Policy | AskedPolicy) -> type:
     """A subclass with a checkpointed ``__call__``; for all else the class itself."""
     namespace = {
         name: getattr(cls, name) for name in ("__qualname__", "__module__", "__doc__")

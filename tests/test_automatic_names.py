@@ -118,7 +118,7 @@ def test_gradients_do_not_change(policy, assert_same):
     kept = remat(block, Policy(save=tuple(names)))
     loss = lambda fn: lambda *args: jnp.sum(jnp.sin(fn(*args)))  # noqa: E731
     got, want = (jax.jit(jax.grad(loss(fn), (0, 1)))(X, W) for fn in (kept, block))
-    assert_same(got, want)
+    assert_same(got, want, rtol=1e-5)  # the sums in it cancel
 
 
 @pytest.mark.parametrize("scan", [True, False])

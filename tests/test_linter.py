@@ -6,11 +6,17 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxckpt import remat, split_layers, stack
+from jaxckpt import compat, remat, split_layers, stack
 from jaxckpt.layers import layer_plan
 from jaxckpt.linter import lint_plan, lint_step
 
 SAVEABLE = jax.checkpoint_policies
+# A checkpoint's part of a gradient is only its recomputation there.
+unseen_under_remat3 = pytest.mark.xfail(
+    compat.remat3(),
+    reason="gradients under JAX_REMAT3 have neither names nor inner checkpoints",
+    strict=True,
+)
 W = jnp.ones((6, 16, 16))
 X = jnp.ones((8, 16))
 
@@ -66,6 +72,7 @@ def test_a5_unrolled_layers():
     only(lint_step(unrolled(remat(block, "full")), W, X), "6 equal checkpointed layers")
 
 
+@unseen_under_remat3
 def test_double_wrapping():
     twice = remat(remat(block, "full"), "full")
     only(lint_step(scanned(twice), W, X), "directly inside another")
@@ -76,6 +83,7 @@ def test_b11_a_policy_of_ones_own():
     only(lint_step(scanned(own), W, X), "JAX_REMAT3")
 
 
+@unseen_under_remat3
 @pytest.mark.parametrize("operation", [jnp.tanh, jax.nn.gelu, jax.nn.silu, jnp.sin])
 def test_b8_a_name_after_the_nonlinearity(operation):
     def late(x, w):

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxckpt import remat, split_layers, stack
+from jaxckpt import compat, remat, split_layers, stack
 from jaxckpt.linter import lint_step
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -115,6 +115,9 @@ def test_a_bias_a_reshape_and_a_call_between_change_nothing():
     assert found == [line()]
 
 
+@pytest.mark.xfail(
+    compat.remat3(), reason="gradients under JAX_REMAT3 have no names", strict=True
+)
 def test_without_a_loop_and_in_groups():
     weights, x = arguments()
 
