@@ -21,9 +21,7 @@ from jaxckpt.policies import FULL, Policy, PolicyError, parse_policy
 AskedPolicy = Callable[..., Any]
 
 
-def jax_policy(
-    policy: Policy | AskedPolicy, keep: Collection[str] = ()
-) -> AskedPolicy:
+def jax_policy(policy: Policy | AskedPolicy, keep: Collection[str] = ()) -> AskedPolicy:
     """JAX's own policy object for a `Policy` (any but ``none``).
 
     Args:
