@@ -390,18 +390,30 @@ def test_a1_remat_of_a_whole_function_saves_nothing():
 REMAT3 = jax.__version_info__ >= (0, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REMAT3, reason="this JAX has no finished JAX_REMAT3")
 @pytest.mark.skipif("JAX_REMAT3" in os.environ, reason="the whole suite runs under it")
-def test_b11_the_same_numbers_under_remat3():
-    chosen = "gradients_are or exact or b1_ or e3_ or statistics"
-    files = [__file__, str(Path(__file__).with_name("test_remat_linen.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-k", chosen, *files]
+@pytest.mark.parametrize(
+    "files, chosen",
+    [
+        ("remat remat_linen", "gradients_are or exact or b1_ or e3_ or statistics"),
+        ("in_place_of_checkpoint naming", ""),
+        ("transformations", "full and not inside"),
+    ],
+)
+def test_b11_the_same_numbers_under_remat3(files, chosen):
+    folder = Path(__file__).parent
+    paths = [str(folder / f"test_{name}.py") for name in files.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-k", chosen, *paths]
     done = subprocess.run(
         command, env={**os.environ, "JAX_REMAT3": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.skipif(
+    not compat.keeps_names_of_rules(), reason="JAX_REMAT3 without JAX_CUSTOM_VJP3"
+)
 def test_b1_a_name_that_depends_on_a_closed_over_array_alone_is_known():
     @jax.custom_vjp
     def kernel(w):
