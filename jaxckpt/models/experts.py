@@ -12,7 +12,9 @@ follows from them (rows, counts, weights) is made again from the same bits.
 
 Names, as MaxText's: ``moe_mlpwi_0``, ``moe_mlpwi_1`` (gelu: ``moe_mlpwi``), one row per
 choice, and ``moe_mlpwo``, the layer's output. The matmuls are plain ones in loops over
-blocks of rows (`jaxckpt.models.grouped`), so both dots policies keep their outputs.
+blocks of rows (`jaxckpt.models.grouped`), so both dots policies keep their outputs. Not
+under ``JAX_REMAT3=1`` (jax 0.12.0.1), where those do not reach into the loops and the
+names do.
 
 Sources: Shazeer et al. 2017, arXiv 1701.06538; Fedus et al., "Switch Transformers",
 2021, arXiv 2101.03961, section 2.2 (balance loss); Zoph et al., "ST-MoE", 2022, arXiv

