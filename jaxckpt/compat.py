@@ -279,6 +279,15 @@ def in_haiku_transform() -> bool:
     return base.inside_transform()
 
 
+def haiku_state() -> list[int]:
+    """Tells apart the states of the `haiku.transform` around, where there is one."""
+    if not in_haiku_transform():
+        return []
+    from haiku._src import stateful
+
+    return list(map(id, jax.tree.leaves(stateful.internal_state())))
+
+
 def thread_haiku_state(transform: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a transformation of pure functions one that `haiku.transform` may contain.
 

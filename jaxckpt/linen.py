@@ -23,6 +23,7 @@ from jaxckpt.automatic_names import with_automatic_names
 from jaxckpt.jax_policies import jax_policy
 from jaxckpt.layers import Layers, layer_plan
 from jaxckpt.loops import Loop, Part, loops_of
+from jaxckpt.modules import is_bound_linen
 from jaxckpt.naming import list_names
 from jaxckpt.policies import NONE, Policy, PolicyError, is_automatic, unknown_names
 from jaxckpt.remat import split_static
@@ -85,6 +86,8 @@ class Stack(nn.Module):
                 f"a plan of jaxckpt.plan is of one kind of layer, not of {kinds} in "
                 "turn: give a policy or a layer plan"
             )
+        for maker in makers:
+            refuse_shared(maker(parent=None))
         arrays, rebuild = split_static((args, kwargs))
         keys = layer_keys(self, self.num_layers)
         keys = split_layers(keys, plan, self.num_layers, scan=self.scan, kinds=kinds)
@@ -107,6 +110,21 @@ def layer_keys(module: nn.Module, num_layers: int) -> dict[str, jax.Array]:
         stream: jax.vmap(functools.partial(jax.random.fold_in, key))(layers)
         for stream, key in keys.items()
     }
+
+
+def refuse_shared(block: nn.Module) -> None:
+    """Refuses a block with a module of the model around it: each layer would copy it.
+
+    Raises:
+      TypeError: naming what works.
+    """
+    for name, value in vars(block).items():
+        if name not in ("parent", "scope") and is_bound_linen(value):
+            raise TypeError(
+                f"{type(block).__name__}.{name} is a module of the model around the "
+                "stack, and each layer would have a copy: give its weights as an "
+                "argument of the stack's call"
+            )
 
 
 @dataclass

@@ -4,6 +4,7 @@ A class of NNX, Equinox or Haiku can only exist where its library is imported, s
 looked up in `sys.modules`.
 """
 
+import contextlib
 import sys
 from typing import Any
 
@@ -56,6 +57,30 @@ def refuse_nnx(arguments: Any) -> None:
                 f"{type(leaf).__name__} is a Flax NNX object, whose updates would be "
                 "lost: give the state of nnx.split(module), and nnx.merge it inside"
             )
+
+
+def is_bound_linen(target: Any) -> bool:
+    """Whether it is a Linen module inside a model that runs, with variables there."""
+    return isinstance(target, nn.Module) and target.scope is not None
+
+
+def refuse_closed_over(fn: Any) -> None:
+    """Refuses a function that closes over a Linen module of the model around it.
+
+    Its parameters would be made inside the trace of the checkpoint, and leave it as
+    tracers.
+
+    Raises:
+      TypeError: naming what works.
+    """
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            if is_bound_linen(cell.cell_contents):
+                raise TypeError(
+                    f"the function closes over {type(cell.cell_contents).__name__}, a "
+                    "Linen module, whose variables would be lost: give it as an "
+                    "argument of the function"
+                )
 
 
 def _is_leaf(node: Any) -> bool:

@@ -23,16 +23,19 @@ def remat_linen(target: Any, policy: Policy | AskedPolicy) -> Any:
     return _remat_module(target, policy)
 
 
-def checkpoint_method(
-    method: Callable[..., Any], policy: Policy | AskedPolicy
+def checkpoint_of_module(
+    fn: Callable[..., Any], policy: Policy | AskedPolicy, module: nn.Module
 ) -> Callable[..., Any]:
-    """A method of Linen modules whose calls are checkpointed: ``(module, ...)``."""
+    """A function whose calls are checkpointed, with a module among its arguments."""
 
-    def packed(module, args, kwargs):
-        return method(module, *args, **kwargs)
+    def call(*args, **kwargs):
+        is_first = bool(args) and args[0] is module  # as in a method
 
-    def call(module, *args, **kwargs):
-        return lift_transform(_lifted_checkpoint, packed, policy)(module, args, kwargs)
+        def packed(inner, args, kwargs):
+            return fn(*((inner, *args) if is_first else args), **kwargs)
+
+        lifted = lift_transform(_lifted_checkpoint, packed, policy)
+        return lifted(module, args[1:] if is_first else args, kwargs)
 
     return call
 
@@ -45,7 +48,8 @@ def _remat_module_class(
 
     class Rematted(cls):
         def __call__(self, *args, **kwargs):
-            return checkpoint_method(cls.__call__, policy)(self, *args, **kwargs)
+            call = checkpoint_of_module(cls.__call__, policy, self)
+            return call(self, *args, **kwargs)
 
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Rematted, attribute, getattr(cls, attribute))

@@ -4,7 +4,7 @@
 trace, for each framework in its own way:
 
 * Flax NNX objects among the arguments, the module itself among them: `remat_nnx`;
-* a Flax Linen module as the first argument, so in a method: `remat_linen`;
+* a Flax Linen module among the arguments, as in a method: `remat_linen`;
 * Haiku's parameters, state and random numbers, inside `haiku.transform`;
 * Equinox modules are pytrees: their arrays are arguments, the rest is closed over.
 
@@ -16,15 +16,15 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
+from flax.errors import TraceContextError
 
 from jaxckpt import compat
 from jaxckpt.jax_policies import AskedPolicy
-from jaxckpt.modules import is_nnx_object
+from jaxckpt.modules import is_bound_linen, is_nnx_object, refuse_closed_over
 from jaxckpt.policies import Policy
 from jaxckpt.remat import checkpoint
-from jaxckpt.remat_linen import checkpoint_method
+from jaxckpt.remat_linen import checkpoint_of_module
 from jaxckpt.static_arguments import hide_static, show_static
 
 
@@ -70,8 +70,10 @@ def remat_function(
                 fn, static_argnums, static_argnames, args, kwargs
             )
         args, kwargs = bound_args + args, bound_kwargs | kwargs
-        if args and isinstance(args[0], nn.Module):
-            return checkpoint_method(inner, policy)(*args, **kwargs)
+        refuse_closed_over(inner)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_nnx_object)
+        if modules := [leaf for leaf in leaves if is_bound_linen(leaf)]:
+            return checkpoint_of_module(inner, policy, modules[0])(*args, **kwargs)
 
         def transform(fn):
             in_loop = prevent_cse is False
@@ -79,12 +81,11 @@ def remat_function(
 
         if compat.in_haiku_transform():
             transform = compat.thread_haiku_state(transform)
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_nnx_object)
         if any(map(is_nnx_object, leaves)):
             from jaxckpt.remat_nnx import thread_nnx
 
             transform = thread_nnx(transform)
-        return transform(inner)(*args, **kwargs)
+        return transform(_explained(inner))(*args, **kwargs)
 
     return wrapped
 
@@ -127,6 +128,22 @@ def _rematted(cls: type, policy: Policy | AskedPolicy) -> type:
     }
     namespace["__call__"] = remat_function(cls.__call__, policy)
     return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _explained(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that says what to do where it changes an NNX object of outside."""
+
+    @functools.wraps(fn)
+    def wrapped(*args, **kwargs):
+        try:
+            return fn(*args, **kwargs)
+        except TraceContextError as error:
+            raise TypeError(
+                "a Flax NNX object that the function does not take as an argument "
+                "changes inside remat: give it as an argument"
+            ) from error
+
+    return wrapped
 
 
 def _unbound(fn: Any):

@@ -27,10 +27,11 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
+from jaxckpt import compat
 from jaxckpt.automatic_names import name_values
 from jaxckpt.layers import LayerPlan, Layers, Run, layer_plan
 from jaxckpt.loops import Loop, Part, layer_parts, loops_of
-from jaxckpt.modules import refuse_nnx
+from jaxckpt.modules import refuse_closed_over, refuse_nnx
 from jaxckpt.naming import NamedValue, is_array, list_names
 from jaxckpt.policies import FULL, Policy, PolicyError, unknown_names
 from jaxckpt.remat import checkpoint, split_static
@@ -70,7 +71,9 @@ def stack(
     Raises:
       PolicyError: a bad plan, values that are not in the plan's layout, and, when
         called, a name that no layer under the policy has.
-      TypeError: a Flax NNX object among the values: see the second example.
+      TypeError: a Flax NNX object among the values, of which the state is taken, as
+        in the last example; a layer that closes over a Linen module, or makes Haiku's
+        parameters.
 
     Example:
       >>> import jax.numpy as jnp
@@ -140,9 +143,19 @@ def stack(
         if kinds > 1 and any(part.policy.names for part in layer_parts(loops)):
             found = _names(bodies, carry, values, plan, scan)
             layers = _LayersInTurn(bodies, _fit(loops, found))
+        for layer in bodies:
+            refuse_closed_over(layer)
+        haiku_state = compat.haiku_state()
         if scan:
-            return _scan_loops(layers, loops, carry, values)
-        return _unroll(layers, plan, carry, values)
+            found = _scan_loops(layers, loops, carry, values)
+        else:
+            found = _unroll(layers, plan, carry, values)
+        if compat.haiku_state() != haiku_state:
+            raise TypeError(
+                "Haiku's parameters, state and random numbers are lost in a stack: "
+                "hk.transform the layer, and give its parameters and keys as values"
+            )
+        return found
 
     return run_stack
 

@@ -489,3 +489,22 @@ def test_h1_no_weight_is_copied_at_a_prime_depth():
     weight = 128 * 128 * 4
     even, prime = (temp_bytes("every:6", depth, 128, 16) for depth in (36, 37))
     assert prime - even < 2 * weight
+
+
+def test_a_module_of_the_model_around_is_refused():
+    class Borrows(nn.Module):
+        dense: nn.Module
+
+        def __call__(self, x):
+            return x + self.dense(x)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(WIDTH)
+            return Stack(functools.partial(Borrows, dense), 2)(dense(x))
+
+    with pytest.raises(
+        TypeError, match="Borrows.dense is a module of the model around"
+    ):
+        Model().init(jax.random.key(0), jnp.ones((2, WIDTH)))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxckpt import PolicyError, remat
+from jaxckpt import PolicyError, join_layers, remat, stack
 
 hk = pytest.importorskip("haiku")
 slow = pytest.mark.slow
@@ -108,3 +108,27 @@ def test_b1_unknown_name_is_an_error():
     pair = hk.transform_with_state(lambda x: remat(block, "save:hh")(x))
     with pytest.raises(PolicyError, match="no value is named 'hh'.*Did you mean 'h'"):
         pair.init(jax.random.key(0), X)
+
+
+def test_a_stack_refuses_a_layer_that_makes_parameters(assert_same):
+    def layer(x, _):
+        return hk.Linear(8)(x), None
+
+    def net(x):
+        return stack(layer, "full", 3)(x, join_layers(3 * [None], "full", 3))[0]
+
+    with pytest.raises(TypeError, match="hk.transform the layer"):
+        hk.transform(net).init(jax.random.key(0), X)
+
+    pair = hk.transform(lambda x: layer(x, None)[0])
+    params = [pair.init(jax.random.key(i), X) for i in range(3)]
+
+    def stacked(x):
+        by_layer = join_layers(params, "every:2", 3)
+        run = stack(lambda x, p: (pair.apply(p, None, x), None), "every:2", 3)
+        return run(x, by_layer)[0]
+
+    want = X
+    for one in params:
+        want = pair.apply(one, None, want)
+    assert_same(hk.transform(stacked).apply({}, None, X), want)

@@ -172,6 +172,31 @@ def test_methods_are_targets_too(assert_same):
     assert_same(got, want, rtol=2e-6)
 
 
+def test_a_module_is_an_argument_and_is_not_closed_over(assert_same):
+    class ByArgument(nn.Module):
+        policy: str
+
+        @nn.compact
+        def __call__(self, x):
+            call = remat(lambda x, module: jnp.sin(module(x)), self.policy)
+            return call(x, module=nn.Dense(8))
+
+    class ClosesOver(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(8)
+            return remat(lambda x: dense(x))(x)
+
+    def grads(policy):
+        x, variables = init(ByArgument(policy))
+        loss = lambda variables: ByArgument(policy).apply(variables, x).sum()  # noqa: E731
+        return variables, jax.grad(loss)(variables)
+
+    assert_same(grads("dots_saveable"), grads("none"))
+    with pytest.raises(TypeError, match="closes over Dense.*give it as an argument"):
+        ClosesOver().init(jax.random.key(0), jnp.ones((4, 8)))
+
+
 def test_batch_statistics_move_once_per_call(assert_same):
     x, variables = init(Block())
     (_, state), _ = step(remat(Block(), "full"), x, variables, deterministic=False)

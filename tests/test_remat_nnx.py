@@ -292,6 +292,10 @@ def test_errors_are_one_line():
     with pytest.raises(PolicyError, match="no value is named 'hh'.*Did you mean 'h'"):
         remat(make(), "save:hh")(X)
 
+    block = make()
+    with pytest.raises(TypeError, match="give it as an argument"):
+        remat(lambda x: block(x), "full")(X)
+
     class Counting(nnx.Module):
         def __init__(self):
             self.calls = 0
