@@ -44,6 +44,10 @@ KNOWN_DIFFERENCES = {
         "A number that is no array stays one, as without remat: given as "
         "the result of a callback it has no dtype."
     ),
+    r"name_stack_test.\w+.test_re_materalization_appears_in_hlo": (
+        "The word remat is in the program before it is differentiated: in the path of "
+        "jaxckpt/remat.py, among the source lines."
+    ),
     r"jaxpr_effects_test.\w+.test_remat_call_primitive_inherits_effects": (
         "An effect that must not run twice is an error of the call, not of its "
         "derivative only."
