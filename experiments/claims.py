@@ -47,6 +47,7 @@ class Compiler:
 
     def __init__(self, cache: Path):
         self.cache = cache
+        self.rows: list[dict] = []
 
     def row(self, architecture: ModelConfig, policy: str, **fields: Any) -> dict:
         target = fields.pop("target", "cpu")
@@ -54,6 +55,7 @@ class Compiler:
         row = run_job(Job(config, target), self.cache)
         if "error" in row:
             raise SystemExit(f"{policy} on {target}: {row['error']}")
+        self.rows.append(row)
         total = row["device_total_bytes"]
         print(f"  {target} {policy}: {format_bytes(total)}", flush=True)
         return row
@@ -323,6 +325,11 @@ def main() -> None:
     rows = [dataclasses.asdict(one) for one in verdicts]
     write(out / "claims.json", {"sayings": rows, "findings": wrong})
     draw(verdicts, out / "claims.png")
+    first = compiler.rows[:4]  # those of the first saying
+    title = "tiny on cpu" if options.fast else "llama3-8b on h100:8, batch 8"
+    pictures.draw_timelines(first, out / "claims_timeline.png", title=title)
+    kept = {row["policy"]: row["saved"] for row in first}
+    pictures.draw_kept(kept, out / "claims_kept.png", title=title)
     finish(wrong)
 
 

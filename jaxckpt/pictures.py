@@ -48,8 +48,14 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path | str) -> None:
-    """Writes a figure, at 150 dots per inch where it is of dots."""
+    """Writes a figure; a .png with 150 dots per inch and 128 colors, half as large."""
     figure.savefig(path, dpi=150)
+    if Path(path).suffix == ".png":
+        from PIL import Image
+
+        with Image.open(path) as image:
+            small = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        small.save(path, optimize=True, dpi=(150, 150))
 
 
 def shorten(text: str, width: int) -> str:

@@ -43,7 +43,9 @@ def test_results_are_small_and_say_what_made_them():
     assert pictures
     for path in pictures:
         assert path.stat().st_size < 150_000, path.name
-        result = json.loads(path.with_suffix(".json").read_text())
+        name = path.name.removesuffix(".png").removesuffix("_timeline")
+        source = path.with_name(f"{name.removesuffix('_kept')}.json")
+        result = json.loads(source.read_text())
         assert "versions" in result or "jax" in result, path.name
 
 
@@ -105,14 +107,13 @@ def test_memory_follows_the_formulas_at_any_depth(shallow, tmp_path):
 def test_what_is_off_is_found(shallow):
     rows = [dict(row) for row in shallow["depths"]]
     for row in rows:
-        row["inputs"] *= 1.1 if row["policy"] == "sqrt" else 1
+        row["inputs"] *= 1.3 if row["policy"] == "sqrt" else 1
     plan = {"layers": 16, "budget": 10, "planned_total": 11}
     groups = [{"group": 8, "inputs": 20}, {"group": 4, "inputs": 15}]
     shrinking = shallow["shrinking"][:1]
     wrong = {"depths": rows, "plans": [plan], "groups": groups, "shrinking": shrinking}
     assert depth.findings(wrong) == [
-        "sqrt at 4 layers takes 15.4 x, not 14.0",
-        "sqrt at 16 layers takes 19.9 x, not 18.0",
+        "sqrt at 16 layers takes 23.5 x, not 22.2",
         "the plan of 16 layers is over its budget",
         "sqrt is not the best group size",
         "sqrt does not stop paying",
