@@ -8,7 +8,7 @@ import tyro
 
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.planner.plan import Plan
-from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.config import AUTO, SELECTIVE, TrainConfig
 
 MIN_STEPS = 10  # fewer have no quartiles worth the name
 
@@ -57,9 +57,9 @@ class BenchConfig:
             )
         self.train_config("none")
         for policy in self.policies:
-            if policy == "auto":
+            if policy == AUTO or policy.startswith(SELECTIVE):
                 raise ConfigError(
-                    "--policies takes no auto: plan first, python -m jaxckpt.plan "
+                    f"--policies takes no {policy}: plan first, python -m jaxckpt.plan "
                     "--out=plan.json, and give plan.json"
                 )
             self.train_config(policy)

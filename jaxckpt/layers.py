@@ -240,6 +240,8 @@ def layer_plan(layers: str | Layers, num_layers: int) -> LayerPlan:
       >>> layer_plan("every:3", num_layers=7)
       LayerPlan('2x3xnothing_saveable+1xnothing_saveable')
     """
+    if not hasattr(num_layers, "__index__"):
+        raise PolicyError(f"num_layers is a whole number, not {num_layers!r}")
     if num_layers < 1:
         raise PolicyError(f"a stack has at least one layer, not {num_layers}")
     layers = parse_layers(layers)

@@ -59,6 +59,9 @@ def _check_mesh(config: PlanConfig, num_devices: int) -> None:
 
 
 def _check_files(config: PlanConfig) -> None:
+    cache = Path(config.cache).absolute()
+    if any(one.exists() and not one.is_dir() for one in (cache, *cache.parents)):
+        raise ConfigError(f"--cache={config.cache} is no folder")
     for flag in ("out", "frontier"):
         path = getattr(config, flag)
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):

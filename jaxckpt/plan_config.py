@@ -8,7 +8,7 @@ import tyro
 
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.training.config import TrainConfig
-from jaxckpt.units import parse_bytes
+from jaxckpt.units import check_budget
 
 AUTO_MESH = "auto"
 
@@ -64,10 +64,10 @@ class PlanConfig:
 
     def __post_init__(self):
         self.train_config("none")
-        if self.memory_budget and not self.memory_budget.strip().endswith("%"):
-            parse_bytes(self.memory_budget)
+        if self.memory_budget:
+            check_budget("--memory-budget", self.memory_budget)
         if self.host_budget:
-            parse_bytes(self.host_budget)
+            check_budget("--host-budget", self.host_budget)
             if self.offload == "never":
                 raise ConfigError("--host-budget needs --offload=auto")
 

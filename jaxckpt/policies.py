@@ -91,8 +91,11 @@ class Policy:
             raise PolicyError(_RULE_WITH_NAMES.format(self.rule))
         if self.rule == "names" and not (self.save or self.offload):
             raise PolicyError("no names to save or offload; did you mean 'full'?")
+        for names in (self.save, self.offload):
+            if isinstance(names, str):
+                raise PolicyError(f"names are a tuple, ({names!r},), not text")
         for name in (*self.save, *self.offload):
-            if not _NAME.fullmatch(name):
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise PolicyError(f"{name!r} is not a value name (letters, digits, _)")
         both = sorted(set(self.save) & set(self.offload))
         if both:

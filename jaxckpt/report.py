@@ -57,6 +57,9 @@ _PICTURES = ("plot", "timeline", "kept")
 
 def _check_files(config: ReportConfig) -> None:
     """Before minutes of compiling, not after."""
+    cache = Path(config.cache).absolute()
+    if any(one.exists() and not one.is_dir() for one in (cache, *cache.parents)):
+        raise ConfigError(f"--cache={config.cache} is no folder")
     for flag in ("json", "save", *_PICTURES):
         path = getattr(config, flag)
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):

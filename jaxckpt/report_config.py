@@ -8,7 +8,7 @@ import tyro
 
 from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.planner.plan import Plan
-from jaxckpt.training.config import TrainConfig
+from jaxckpt.training.config import AUTO, SELECTIVE, TrainConfig
 
 _OF_MODEL = (
     "model",
@@ -90,9 +90,19 @@ class ReportConfig:
     def __post_init__(self):
         self.train_config("none")
         for policy in self.policies:
+            if policy == AUTO or policy.startswith(SELECTIVE):
+                raise ConfigError(
+                    f"--policies takes no {policy}: plan first, python -m jaxckpt.plan "
+                    "--out=plan.json, and give plan.json"
+                )
             self.train_config(policy)
         _ = self.tolerance_share
         if self.function:
+            module, colon, name = self.function.partition(":")
+            if not (module and colon and name):
+                raise ConfigError(
+                    f"--function={self.function} is no package.module:function"
+                )
             self._refuse_sizes()
 
     def _refuse_sizes(self) -> None:

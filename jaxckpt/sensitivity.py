@@ -12,6 +12,8 @@ from typing import Any
 from jaxckpt import command_line
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.sensitivity_config import SensitivityConfig
+from jaxckpt.training.divisible import check_divisible
+from jaxckpt.training.mesh_sizes import resolve_mesh
 from jaxckpt.units import format_bytes, parse_share
 
 PROG = "python -m jaxckpt.sensitivity"
@@ -22,7 +24,11 @@ def main() -> None:
     preset = command_line.value_of("--model", args, SensitivityConfig.model)
     default = SensitivityConfig(model=preset, architecture=model_config(preset))
     config = command_line.parse(default, prog=PROG)
-    if config.json and not Path(config.json).absolute().parent.is_dir():
+    if config.virtual_devices:
+        sizes = resolve_mesh(config.mesh, config.virtual_devices)
+        check_divisible(config.train_config(), sizes)
+    path = Path(config.json)
+    if config.json and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"--json={config.json} is no file in a folder that exists")
     command_line.choose_platform()
     _measure(config)

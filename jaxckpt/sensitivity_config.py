@@ -6,8 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from jaxckpt.models.presets import PRESETS, ModelConfig
+from jaxckpt.models.presets import PRESETS, ConfigError, ModelConfig
 from jaxckpt.training.config import TrainConfig
+from jaxckpt.units import parse_share
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class SensitivityConfig:
 
     def __post_init__(self):
         self.train_config()
+        parse_share(self.threshold)
+        if self.rounds < 1:
+            raise ConfigError(f"--rounds={self.rounds} must be positive")
 
     def train_config(self) -> TrainConfig:
         """The training run whose layers are measured."""

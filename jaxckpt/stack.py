@@ -129,14 +129,7 @@ def stack(
 
     def run_stack(carry, values):
         refuse_nnx((carry, values))
-        expected = layout_keys(plan, scan=scan, kinds=kinds)
-        keys = list(values) if isinstance(values, dict) else type(values).__name__
-        if set(keys) != set(expected) or (scan and not _is_split(values, loops)):
-            in_turn = f" over {kinds} kinds of layers" if kinds > 1 else ""
-            raise PolicyError(
-                f"values are not in the layout of {plan}{in_turn}: expected "
-                f"{{{', '.join(expected[:3])}, ...}}, got {keys}; use split_layers"
-            )
+        _check_layout(values, plan, scan, kinds)
         layers = _LayersInTurn(bodies)
         if check_values:
             check_values(_names(bodies, carry, values, plan, scan)[0])
@@ -281,6 +274,8 @@ def join_layers(
     """
     refuse_nnx(layers)
     plan = layer_plan(plan, num_layers)
+    if not isinstance(layers, Sequence):
+        raise PolicyError(f"layers are a list of trees, one per layer, not {layers!r}")
     if len(layers) != num_layers:
         raise PolicyError(f"{len(layers)} layers for a stack of {num_layers}")
     if not scan:
@@ -299,6 +294,7 @@ def merge_layers(
 ) -> list[Tree]:
     """The list of per-layer trees of values in split layout; undoes `join_layers`."""
     plan = layer_plan(plan, num_layers)
+    _check_layout(split, plan, scan, kinds)
     if not scan:
         return [split[f"layer_{index}"] for index in range(num_layers)]
     return _merge_loops(loops_of(plan.runs, kinds), split)
@@ -311,21 +307,45 @@ def layout_keys(plan: LayerPlan, *, scan: bool, kinds: int = 1) -> list[str]:
     return [f"layer_{index}" for index in range(plan.num_layers)]
 
 
-def _is_split(values: Tree, loops: Sequence[Loop]) -> bool:
-    """Whether values are in split layout, at any depth."""
+def _check_layout(values: Tree, plan: LayerPlan, scan: bool, kinds: int) -> None:
+    """Refuses values that are not in a plan's split layout."""
+    expected = layout_keys(plan, scan=scan, kinds=kinds)
+    keys = list(values) if isinstance(values, dict) else type(values).__name__
+    if set(keys) == set(expected):
+        if not scan or _is_split(values, loops_of(plan.runs, kinds)):
+            return
+        keys = {
+            key: [getattr(leaf, "shape", leaf) for leaf in jax.tree.leaves(tree)[:1]]
+            for key, tree in list(values.items())[:3]
+        }
+    in_turn = f" over {kinds} kinds of layers" if kinds > 1 else ""
+    raise PolicyError(
+        f"values are not in the layout of {plan}{in_turn}: expected "
+        f"{{{', '.join(expected[:3])}, ...}}, got {keys}; use split_layers"
+    )
+
+
+def _is_split(
+    values: Tree, loops: Sequence[Loop], around: tuple[int, ...] = ()
+) -> bool:
+    """Whether values are in split layout, at any depth, and of its trip counts."""
 
     def has_keys(tree, keys):
         return isinstance(tree, dict) and set(tree) == set(keys)
 
-    def of_part(part: Part, tree) -> bool:
-        return not part.loops or _is_split(tree, part.loops)
+    def of_part(part: Part, tree, trips: tuple[int, ...]) -> bool:
+        if part.loops:
+            return _is_split(tree, part.loops, trips)
+        leaves = filter(is_array, jax.tree.leaves(tree))
+        return all(tuple(leaf.shape[: len(trips)]) == trips for leaf in leaves)
 
     def of_loop(loop: Loop, tree) -> bool:
+        trips = (*around, loop.trips)
         if len(loop.parts) == 1:
-            return of_part(loop.parts[0], tree)
+            return of_part(loop.parts[0], tree, trips)
         parts = dict(loop.named_parts())
         return has_keys(tree, parts) and all(
-            of_part(part, tree[key]) for key, part in parts.items()
+            of_part(part, tree[key], trips) for key, part in parts.items()
         )
 
     keyed = {f"run_{index}": loop for index, loop in enumerate(loops)}
@@ -441,7 +461,8 @@ def _check_alike(layers: Sequence[Tree], kinds: int) -> None:
 
 def _structure(layer: Tree):
     leaves, treedef = jax.tree.flatten(layer)
-    return treedef, [None if is_array(leaf) else leaf for leaf in leaves]
+    static = [tuple(x.shape) if is_array(x) else ("static", x) for x in leaves]
+    return treedef, static
 
 
 def _stack_leaves(*leaves):

@@ -47,6 +47,20 @@ def parse_bytes(text: str | int, whole: int | None = None) -> int:
     return int(number * known[unit.lower()])
 
 
+def check_budget(flag: str, text: str) -> None:
+    """Refuses a budget that cannot be, before it is known what a percentage is of.
+
+    Raises:
+      UnitError: no number of bytes, nothing, or more than 100 %.
+    """
+    whole = 10**9
+    amount = parse_bytes(text, whole)
+    if amount <= 0:
+        raise UnitError(f"{flag}={text} is nothing; give bytes, such as 14GiB or 80%")
+    if text.strip().endswith("%") and amount > whole:
+        raise UnitError(f"{flag}={text} is more than there is; use 100% at most")
+
+
 def parse_share(text: str) -> float:
     """Reads ``40%`` or ``0.4``, a share from 0 to 1.
 

@@ -205,9 +205,11 @@ def _from_file(text: str, path: Path, hosts: int, gpus: int) -> Target:
         config = path.read_text()
     except OSError as error:
         raise TargetError(f"target {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TargetError(f"target {path} is no text file") from error
 
     def number(field: str) -> float:
-        found = re.search(rf"\b{field}\s*:\s*([\d.e+]+)", config)
+        found = re.search(rf"\b{field}\s*:\s*(\d+(?:\.\d*)?(?:e\+?\d+)?)", config)
         if not found:
             raise TargetError(f"target {path} has no {field}")
         return float(found[1])

@@ -34,7 +34,7 @@ from jaxckpt.segments import (
     stages,
 )
 from jaxckpt.stack import split_layers, stack
-from jaxckpt.units import parse_bytes
+from jaxckpt.units import check_budget, parse_bytes
 
 NOMINAL = "h100"  # whose rates stand in for a device that is not known
 
@@ -112,6 +112,12 @@ def plan(
         )
     if max_compiles < 1:
         raise PlanArgumentError(f"max_compiles is 1 or more, not {max_compiles}")
+    if num_layers is not None and num_layers < 1:
+        raise PlanArgumentError(f"num_layers is 1 or more, not {num_layers}")
+    if not any(map(_is_differentiable, jax.tree.leaves(args))):
+        raise PlanArgumentError(
+            "nothing to differentiate: no argument holds a floating-point array"
+        )
     if num_layers is not None and len(args) != 2:
         raise PlanArgumentError(
             f"with num_layers the arguments are a carry and one layer's values, not "
@@ -162,8 +168,13 @@ class PlanArgumentError(ValueError):
     """An argument of `plan` that cannot be. One line."""
 
 
+def _is_differentiable(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
 def _bytes(name: str, value: int | str) -> int:
     if isinstance(value, str):
+        check_budget(name, value)
         return parse_bytes(value)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise PlanArgumentError(

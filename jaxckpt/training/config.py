@@ -22,7 +22,7 @@ from jaxckpt.training.policy_schedule import (
     parse_schedule,
     split_entry,
 )
-from jaxckpt.units import parse_bytes, parse_share
+from jaxckpt.units import check_budget, parse_share
 
 AUTO = "auto"  # the policy that the planner finds
 SELECTIVE = "selective:"  # one that is measured: the share of bytes to keep follows
@@ -146,6 +146,12 @@ class TrainConfig:
             self.seed < 2**31, "seed", self, f"is too large; use {2**31 - 1} at most"
         )
         _require(
+            self.virtual_devices <= _MOST_VIRTUAL,
+            "virtual_devices",
+            self,
+            f"are more than a CPU can pretend to be; use {_MOST_VIRTUAL} at most",
+        )
+        _require(
             self.batch_size % self.accumulate == 0,
             "batch_size",
             self,
@@ -196,8 +202,8 @@ class TrainConfig:
             raise ConfigError("--plan is in place of --policy; give one of them")
         if self.memory_budget and self.policy != AUTO:
             raise ConfigError("--memory-budget needs --policy=auto")
-        if self.memory_budget and not self.memory_budget.strip().endswith("%"):
-            parse_bytes(self.memory_budget)
+        if self.memory_budget:
+            check_budget("--memory-budget", self.memory_budget)
         if self.policy_schedule and (self.plan or self.policy != "none"):
             other = "--plan" if self.plan else f"--policy={self.policy}"
             raise ConfigError(f"--policy-schedule is in place of {other}; give one")
@@ -324,6 +330,7 @@ class TrainConfig:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
+_MOST_VIRTUAL = 1024  # each takes threads and some MiB
 _KEEP_ALL = ("none", "everything_saveable")
 _POSITIVE = (
     "steps",
