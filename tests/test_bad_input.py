@@ -96,7 +96,7 @@ COMMAND_LINES = [
     ("train --workdir=folder --resume", "no complete snapshot in folder/snapshots"),
     # --- several processes
     ("train --num-processes=2", "--coordinator-address"),
-    ("train --num-processes=2 --process-id=2 --coordinator-address=a:1", "--process-id=2"),
+    ("train --num-processes=2 --process-id=2 --coordinator-address=a:1", "--process-id"),
     ("train --num-processes=2 --process-id=0 --coordinator-address=a", "HOST:PORT"),
     # --- report
     ("report --target=", "''"),
