@@ -130,9 +130,15 @@ def _rewrite_param(value: Any, counts: Counter[str], wanted: set[str] | None) ->
 
 
 def _takes_name(aval: Any) -> bool:
-    """Whether it is an array, and not a PRNG key, a reference or a token."""
-    is_array = isinstance(aval, ShapedArray)
-    return is_array and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    """Whether it is an array, and not a PRNG key, a reference or a token.
+
+    Complex values take none either: JAX cannot save them by name (it rounds what it
+    saves with ``reduce_precision``, which complex numbers have not; tried with 0.10.2).
+    """
+    if not isinstance(aval, ShapedArray):
+        return False
+    refused = (jax.dtypes.extended, jnp.complexfloating)
+    return not any(jnp.issubdtype(aval.dtype, kind) for kind in refused)
 
 
 def _named_by_user(jaxpr: jex_core.Jaxpr) -> set[Any]:

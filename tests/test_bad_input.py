@@ -96,7 +96,7 @@ COMMAND_LINES = [
     ("train --workdir=folder --resume", "no complete snapshot in folder/snapshots"),
     # --- several processes
     ("train --num-processes=2", "--coordinator-address"),
-    ("train --num-processes=2 --process-id=2 --coordinator-address=a:1", "--process-id"),
+    ("train --num-processes=2 --process-id=2 --coordinator-address=a:1", "process-id"),
     ("train --num-processes=2 --process-id=0 --coordinator-address=a", "HOST:PORT"),
     # --- report
     ("report --target=", "''"),
@@ -203,10 +203,6 @@ CALLS = {
     "remat under None": (lambda: jaxckpt.remat(block, None), "None"),
     "remat under bytes": (lambda: jaxckpt.remat(block, b"full"), "b'full'"),
     "remat under a number": (lambda: jaxckpt.remat(block, 1), "1"),
-    "remat under JAX's own policy": (
-        lambda: jaxckpt.remat(block, jax.checkpoint_policies.dots_saveable),
-        "a policy is text or a Policy",
-    ),
     "remat under a list": (lambda: jaxckpt.remat(block, ["full"]), "['full']"),
     "remat under a layer plan": (lambda: jaxckpt.remat(block, "2xfull"), "stack"),
     "remat under a grouping": (lambda: jaxckpt.remat(block, "sqrt"), "stack"),

@@ -4,12 +4,13 @@
 Others, and more of them:
 
     JAXCKPT_FUZZ_SEED=7 JAXCKPT_FUZZ_PROGRAMS=5000 \\
-        pytest -n 0 -m slow tests/test_fuzz.py -k policy
+        pytest -n 0 -m slow tests/test_fuzz.py -k no_policy
 
 A failure prints the smallest program found, and the policy or plan it fails under.
 """
 
 import os
+import sys
 
 import hypothesis
 import jax
@@ -296,7 +297,7 @@ def test_a_policy_that_is_applied_wrongly_is_found(monkeypatch):
         ]
         return named.replace(jaxpr=named.jaxpr.replace(eqns=equations))
 
-    monkeypatch.setattr("jaxckpt.remat.name_values", name_values)
+    monkeypatch.setattr(sys.modules["jaxckpt.remat"], "name_values", name_values)
     with pytest.raises(AssertionError) as failure:
         fuzz(check, 400, program=programs(), data=st.data())
     told = "\n".join(failure.value.__notes__)
