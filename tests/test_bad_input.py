@@ -7,7 +7,6 @@ the test of each command. The tables below hold what those tests do not.
 import importlib
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
