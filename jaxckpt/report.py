@@ -141,7 +141,9 @@ def _draw(config: ReportConfig, report: dict[str, Any], lines: list[Any]) -> Non
         title += f", batch {report['batch_size']}, sequence {report['sequence_length']}"
     if config.plot:
         draw_frontier(report, Path(config.plot))
-    if config.timeline:
+    if config.timeline and not any(lines):
+        print("no timeline: XLA of this JAX does not write when values are live")
+    elif config.timeline:
         drawn = zip(report["rows"], lines, strict=True)
         pictures.draw_timelines(
             [row | {"timeline": line} for row, line in drawn if line],

@@ -179,7 +179,7 @@ def _live(dump: Path, text: str, hlo: Any, target: Target) -> dict[str, Any]:
     try:
         ranges, assignment = (f.read_text() for f in find_peak_files(dump, module))
     except FileNotFoundError:  # XLA of jax 0.7 writes no live ranges
-        return []
+        return {"peak": [], "timeline": None}
     if target.tpu:  # memories on the chip are as little in its HBM as the host's
         elsewhere = f"color {HOST_SPACE},"
         assignment = re.sub(r"\bcolor [1-9]\d*,", elsewhere, assignment)
