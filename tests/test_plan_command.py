@@ -133,7 +133,7 @@ def test_auto_trains_within_a_budget(tmp_path):
     assert receipt["applied"] != "3xnone"
 
 
-def test_static_state_above_the_budget_is_said_without_compiling(tmp_path):
+def test_i5_static_state_above_the_budget_is_said_without_compiling(tmp_path):
     done = command("plan", *SMALL, "--target=cpu", "--memory-budget=1MiB", cwd=tmp_path)
     refused(done, 3, "1.00 MiB", "optimizer state", "weights")
     assert "compiling" not in done.stdout

@@ -296,7 +296,7 @@ def rows_of(*policies):
     return summarize(Measurement(list(policies), INTERLEAVED, 10), SMALL)
 
 
-def test_medians_quartiles_and_rates():
+def test_j2_medians_quartiles_and_rates():
     times = [float(n) for n in (9, 1, 2, 8, 3, 7, 4, 6, 5, 10)]
     row = rows_of(one("none", times))["rows"][0]
     assert row["step_ms"]["median"] == 5500
