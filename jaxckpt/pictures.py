@@ -35,7 +35,7 @@ _KIND_LABEL: dict[Kind, str] = {
 _PEAK_SHOWN = 6
 _NAMES_SHOWN = 11
 _MEMORY = "on one device, compiled: arguments (gray), temporary (hatched)"
-_HATCHES = ("", "////", "....", "xxxx")
+_HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo", "----", "||||")
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -305,7 +305,7 @@ def _bar_style(number: int, location: str) -> dict[str, Any]:
     color = (*COLORS[:5], COLORS[6])[number % 6]
     if location == "host":
         return {"facecolor": "white", "hatch": "\\\\\\\\", "edgecolor": color}
-    hatch = _HATCHES[number // 6 * 2 + number % 2]
+    hatch = _HATCHES[number % len(_HATCHES)]
     return {"facecolor": color, "hatch": hatch, "edgecolor": "white"}
 
 
