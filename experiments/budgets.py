@@ -5,7 +5,7 @@
 Plans llama3-8b on 8 absent H100s (fsdp:8, one sequence of 8192 tokens per GPU) for ten
 budgets, from just above full remat's memory to just below that of no remat. Beside each
 plan stands the named policy that recomputes least among those that fit the budget: of
-ours, JAX's own, and MaxText's ladder. Takes about 15 minutes on 2 CPU cores and needs
+ours, JAX's own, MaxText's ladder, Megatron's and DeepSpeed's. Takes about 18 minutes on 2 CPU cores and needs
 the `gpu-compiler` extra; --fast takes two and none: the model `tiny` on a CPU, three
 budgets.
 
@@ -51,6 +51,13 @@ MAXTEXT = (
     "maxtext:save_out_proj",
     "maxtext:full",
 )
+FRAMEWORKS = (
+    *MAXTEXT,
+    "megatron:selective",
+    "megatron:full:uniform:2",
+    "megatron:full:block:2",
+    "deepspeed:partition",
+)
 
 
 def named_rows(config: PlanConfig, cache: Path) -> list[dict]:
@@ -59,7 +66,7 @@ def named_rows(config: PlanConfig, cache: Path) -> list[dict]:
         p for p in default_policies(config.train_config("none")) if "offload" not in p
     ]
     rows = []
-    for policy in dict.fromkeys((*JAX_POLICIES, *ours, "sqrt", "every:4", *MAXTEXT)):
+    for policy in dict.fromkeys((*JAX_POLICIES, *ours, "sqrt", "every:4", *FRAMEWORKS)):
         row = run_job(Job(config.train_config(policy), config.target), cache)
         if "error" in row:
             print(f"{policy} failed: {row['error']}")

@@ -8,8 +8,8 @@ quartiles of their times; memory as compiled. On a CPU times are a CPU's: they s
 the bench works, not what a GPU would take. GPU: not measured, no GPU was to be had;
 `python -m experiments.gpu_check` measures one.
 
-Expected: every policy is measured; memory falls from `none` to `full`; `full` takes at
-most 1.4 times the time of `none` (its recomputed FLOPs are a quarter).
+Expected: every policy is measured, takes less memory than `none`, and `full` at most
+1.4 times its time (its recomputed FLOPs are a quarter).
 """
 
 import json
@@ -30,9 +30,9 @@ def findings(rows: list[dict[str, Any]]) -> list[str]:
     if missing := [policy for policy in POLICIES if policy not in found]:
         return [f"not measured: {', '.join(missing)}"]
     wrong = []
-    totals = [found[policy]["device_total_bytes"] for policy in POLICIES]
-    if totals[0] != max(totals) or totals[-1] != min(totals):
-        wrong.append(f"memory does not fall: {totals}")
+    none, *others = (found[policy]["device_total_bytes"] for policy in POLICIES)
+    if max(others) >= none:
+        wrong.append(f"memory is not below none's {none} bytes: {others}")
     times = [found[policy]["step_ms"]["median"] for policy in ("none", "full")]
     if times[1] > SLOWER * times[0]:
         wrong.append(f"full takes {times[1] / times[0]:.2f} times as long as none")
