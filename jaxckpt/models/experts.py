@@ -77,7 +77,7 @@ class Experts(nn.Module):
         if not self.is_initializing():
             said = router_statistics(logits, chosen, per_sequence)
             for name, value in said.items():
-                self.sow(ROUTER, name, value, lambda _, new: new, lambda: None)
+                self.sow(ROUTER, name, value, lambda _, new: new, lambda: jnp.zeros(()))
         routes = route(chosen, experts, per_sequence, self.shards)
         gated = config.activation == "swiglu"
         names = ("moe_mlpwi_0", "moe_mlpwi_1") if gated else ("moe_mlpwi",)
