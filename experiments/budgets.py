@@ -122,12 +122,16 @@ def _predicted_fraction(planned) -> float:
     return share / useful
 
 
+def is_over(row: dict) -> bool:
+    return row["compiled_bytes"] > row["budget_bytes"]
+
+
 def findings(rows: list[dict]) -> list[str]:
     """What did not come out as expected."""
     found = []
     for row in rows:
         budget = f"{row['budget_bytes'] / GIB:.2f} GiB"
-        if row["compiled_bytes"] > row["budget_bytes"]:
+        if is_over(row):
             found.append(f"{budget}: over budget")
         used = row["compiled_bytes"] / row["budget_bytes"]
         if used < 0.95 and not row["nothing_left_to_gain"]:
@@ -225,6 +229,8 @@ def main() -> None:
         f"over the {len(less)} budgets at which that one recomputes anything"
     )
     wrong = findings(rows)
+    if options.fast:  # of a CPU, whose costs are not those of FLOPs
+        wrong = [f"{row['budget_bytes']}: over budget" for row in rows if is_over(row)]
     kept = ("policy", "device_total_bytes", "recompute_fraction")
     result = {
         "model": options.model,
@@ -236,7 +242,7 @@ def main() -> None:
     }
     write(out / "budgets.json", result)
     draw(result, out / "budgets.png")
-    if average < 0.2 and less:
+    if average < 0.2 and not options.fast:
         wrong.append(f"{average:.1%} fewer recomputed FLOPs on average")
     finish(wrong)
 
