@@ -55,7 +55,7 @@ def test_figures_of_a_gpu():
     assert memory.as_dict()["headroom"] == 3 * GIB
 
 
-def test_a_cpu_says_nothing_and_nothing_is_made_up():
+def test_i2_a_cpu_says_nothing_and_nothing_is_made_up():
     memory = device_memory(jax.devices("cpu")[0])
     figures = memory.as_dict()
     figures.pop("device")
@@ -73,14 +73,14 @@ def test_sentinels_are_unknown():
     assert full.largest_free_block == 0
 
 
-def test_a_backend_that_raises_is_unknown():
+def test_i2_a_backend_that_raises_is_unknown():
     def refuse():
         raise jax.errors.JaxRuntimeError("UNIMPLEMENTED")
 
     assert device_memory(SimpleNamespace(memory_stats=refuse)).limit is None
 
 
-def test_the_tightest_device_comes_first():
+def test_i2_of_all_local_devices_the_tightest_comes_first():
     def device(peak):
         stats = {"bytes_limit": 10, "peak_bytes_in_use": peak, "bytes_in_use": 1}
         return SimpleNamespace(memory_stats=lambda: stats if peak else None)
@@ -132,7 +132,7 @@ def test_a_real_error_is_recognized():
     assert "128.00 TiB" in line and "does not say" in line
 
 
-def test_a_program_above_the_limit():
+def test_i3_a_program_above_the_limit():
     line = explain(failure(8), 14 * GIB, gpu())
     assert "14.00 GiB" in line and "12.00 GiB" in line
     assert "--memory-budget=12.00GiB" in line
@@ -140,7 +140,7 @@ def test_a_program_above_the_limit():
     assert "FRACTION" not in explain(failure(8), 40 * GIB, gpu())
 
 
-def test_a_tpu_says_so_while_it_compiles():
+def test_i3_a_tpu_says_so_while_it_compiles():
     error = RuntimeError(
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. "
         "Used 20.00G of 15.48G hbm. Exceeded hbm capacity by 4.52G."
@@ -149,7 +149,7 @@ def test_a_tpu_says_so_while_it_compiles():
     assert "20.00 GiB" in line and "15.48 GiB" in line
 
 
-def test_fragmentation():
+def test_i3_fragmentation():
     line = explain(failure(4), 8 * GIB, gpu())
     assert "fragmented" in line and "3.00 GiB of it in one piece" in line
     assert "--defragment-every=100" in line
@@ -158,7 +158,7 @@ def test_fragmentation():
     assert "fragmented" in line and "XLA_PYTHON_CLIENT_PREALLOCATE=true" in line
 
 
-def test_someone_else_on_the_device():
+def test_i3_someone_else_on_the_device():
     line = explain(failure(4), 8 * GIB, gpu(pool_bytes=7 * GIB), GROWING)
     assert line.startswith("another process") and "nvidia-smi" in line
     assert "7.00 GiB" in line

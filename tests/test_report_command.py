@@ -144,7 +144,7 @@ def test_what_is_printed_fits_a_narrow_terminal(reported):
     assert re.search(r"^ *policy +total +temp +host .* fits *$", text, re.MULTILINE)
 
 
-def test_an_unchanged_program_passes_the_gate_from_the_cache(reported):
+def test_a6_an_unchanged_program_passes_the_gate_from_the_cache(reported):
     folder, first = reported
     done = command(*SMALL, *MESH, *POLICIES, "--compare=base.json", cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
@@ -153,7 +153,7 @@ def test_an_unchanged_program_passes_the_gate_from_the_cache(reported):
     assert len(list((folder / "runs" / "report-cache").iterdir())) == 2
 
 
-def test_three_percent_more_than_before_fails_the_gate(reported):
+def test_a6_three_percent_more_than_before_fails_the_gate(reported):
     folder, _ = reported
     base = report_of(folder)
     row = base["rows"][1]
@@ -168,7 +168,7 @@ def test_three_percent_more_than_before_fails_the_gate(reported):
     assert command(*compare, "--tolerance=4%", cwd=folder).returncode == 0
 
 
-def test_a_real_change_fails_the_gate(reported):
+def test_a6_a_real_change_fails_the_gate(reported):
     folder, _ = reported
     base = report_of(folder)
     (folder / "none.json").write_text(json.dumps(base | {"rows": base["rows"][:1]}))

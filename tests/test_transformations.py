@@ -433,7 +433,7 @@ def test_donated_buffers_are_donated(policy):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_mesh_axes_of_both_kinds(kind, agree):
+def test_l1_mesh_axes_of_both_kinds(kind, agree):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.tile(X, (2, 2)), NamedSharding(mesh, P("data")))

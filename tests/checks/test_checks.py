@@ -77,7 +77,7 @@ def mixed_up_when_offloaded(layer, plan, layers, *, scan=True):
 
 @offloads_here
 @pytest.mark.parametrize("dtype, scan", [("float32", True), ("bfloat16", False)])
-def test_layers_in_the_wrong_order_fail(dtype, scan, compile_fast):
+def test_d1_layers_in_the_wrong_order_fail(dtype, scan, compile_fast):
     case = Case(SMALL, DEVICES[:1], dtype=dtype, make_stack=mixed_up_when_offloaded)
     right, wrong, memory = check_plans(case, ["full", "offload:hidden"], scan=scan)
     assert [right.verdict, wrong.verdict, memory.verdict] == [OK, FAILED, UNKNOWN]
@@ -87,7 +87,7 @@ def test_layers_in_the_wrong_order_fail(dtype, scan, compile_fast):
     assert "at most" in str(wrong) and memory.reason == host.ONE_MEMORY
 
 
-def test_the_gradient_that_is_compared_is_that_of_every_layer(compile_fast):
+def test_d1_the_gradient_that_is_compared_is_that_of_every_layer(compile_fast):
     """None is zero, no two are alike: else a wrong one could not be told."""
     of_weights, of_x = Case(SMALL, DEVICES[:1]).want
     leaves = [*of_weights["up"], *of_weights["down"]]

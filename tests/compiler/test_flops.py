@@ -103,14 +103,14 @@ DOT = 2 * 4 * 8 * 8
 X, W = shape(4, 8), shape(8, 8)
 
 
-def test_scan_multiplies_by_its_length():
+def test_j1_scan_multiplies_by_its_length():
     def fn(x, w):
         return lax.scan(lambda x, _: (x @ w, None), x, length=11)[0]
 
     assert total(fn, X, W) == 11 * DOT
 
 
-def test_scan_counts_alike_when_unrolled():
+def test_j1_scan_counts_alike_when_unrolled():
     def fn(x, w, unroll):
         return lax.scan(lambda x, _: (x @ w, None), x, length=12, unroll=unroll)[0]
 
@@ -119,7 +119,7 @@ def test_scan_counts_alike_when_unrolled():
         assert total(counted, X, W) == 12 * DOT
 
 
-def test_nested_scans_multiply():
+def test_j1_nested_scans_multiply():
     def inner(x, w):
         return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0]
 

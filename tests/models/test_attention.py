@@ -311,7 +311,7 @@ KEEP_CONTEXT = saveable.save_only_these_names("context")
         (named_outside, KEEP_CONTEXT, 2),
     ],
 )
-def test_named_residuals_decide_how_often_the_forward_runs(
+def test_c2_named_residuals_decide_how_often_the_forward_runs(
     attend, policy, runs_per_layer
 ):
     runs, gradients = runs_and_gradients(attend, policy)
@@ -410,7 +410,7 @@ def importable(package):
         ("dots_saveable", 2),  # a custom call is not a dot
     ],
 )
-def test_flash_forward_kernels_in_compiled_hlo(compiled_for_h100, policy, forwards):
+def test_c2_flash_forward_kernels_in_compiled_hlo(compiled_for_h100, policy, forwards):
     assert compiled_for_h100["policies"][policy] == {
         "__cudnn$fmhaSoftmax": forwards,
         "__cudnn$fmhaSoftmaxBackward": 1,

@@ -166,7 +166,7 @@ def test_on_the_cpu_steps_take_turns_and_no_policy_is_always_first(bench, tmp_pa
 
 
 @pytest.mark.parametrize("steps, first, second", [(10, 5, 5), (11, 6, 5)])
-def test_on_a_device_with_its_own_memory_one_process_at_a_time_in_two_blocks(
+def test_i2_on_a_device_with_its_own_memory_one_process_at_a_time_in_two_blocks(
     bench, tmp_path, steps, first, second
 ):
     device = known(limit=GIB)
@@ -343,7 +343,7 @@ def test_what_is_not_known_is_null_and_never_zero():
         assert row[name] is None
 
 
-def test_the_peak_is_the_largest_told(bench):
+def test_i2_the_peak_is_the_largest_told(bench):
     device = {"known": known(limit=GIB), "peak": 77}
     found, _, _ = bench(10, none=device)
     assert found.policies[0].peak_bytes_in_use == 77

@@ -45,7 +45,7 @@ def reverse_layers(update):
     return wrong
 
 
-def test_layers_in_the_wrong_order_are_found():
+def test_d1_layers_in_the_wrong_order_are_found():
     host = HostMemory("none")
     update = make_update(PLAN, host)
     assert find_fault(DEVICE, host, update) is None

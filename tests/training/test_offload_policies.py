@@ -79,7 +79,7 @@ def test_it_passes_here(compile_fast):
 
 
 @offloads_here
-def test_layers_in_the_wrong_order_are_found(mixed_up):
+def test_d1_layers_in_the_wrong_order_are_found(mixed_up):
     fault = offload.find_fault(DEVICE, ["unrolled", "loop"])
     assert fault is not None and "is wrong by" in fault
     assert offload.find_fault(DEVICE, ["unrolled"]) is None
@@ -115,7 +115,7 @@ def test_what_would_end_the_process_is_not_compiled(monkeypatch):
 # ---------------------------------------------------------------- who asks
 
 
-def test_a_run_that_offloads_is_refused_in_one_line(asked, make_config):
+def test_d1_a_run_that_offloads_is_refused_in_one_line(asked, make_config):
     config = make_config("deepspeed:cpu")
     with pytest.raises(ConfigError, match="deepspeed:cpu does not work.*it is wrong"):
         check_offload(config, DEVICE)

@@ -94,7 +94,7 @@ def test_without_estimates_the_least_recompute_is_cheapest():
     assert "fits: save:context, " in advice(rows, LARGE, LIMIT)[0]
 
 
-def test_a_tight_fit_is_warned_of():
+def test_i3_a_tight_fit_is_warned_of():
     lines = advice([row("none", 120), row("full", 90, recompute=0.25)], LARGE, LIMIT)
     assert lines[1] == "It leaves less than 20% for fragmentation and workspace."
 
@@ -173,12 +173,12 @@ def grow(factor, field="temp_bytes", policy="full"):
     return rows
 
 
-def test_an_unchanged_program_passes():
+def test_a6_an_unchanged_program_passes():
     assert grown(BASE, BASE, 0.0) == []
     assert grown(BASE, grow(0.5), 0.0) == []
 
 
-def test_three_percent_is_caught_and_shown():
+def test_a6_three_percent_is_caught_and_shown():
     (growth,) = grown(BASE, grow(1.03), 0.02)
     assert (growth.policy, growth.field) == ("full", "temp_bytes")
     assert str(growth) == "full: temp_bytes grew by 3.00%, from 10.00 GiB to 10.30 GiB"
