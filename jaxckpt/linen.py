@@ -10,7 +10,9 @@ What `nn.scan` and `nn.remat_scan` leave to the user is settled here:
 * blocks of several kinds in turn, in one scan over their period.
 """
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +89,7 @@ class Stack(nn.Module):
                 "turn: give a policy or a layer plan"
             )
         for maker in makers:
-            refuse_shared(maker(parent=None))
+            refuse_shared(make_block(maker))
         arrays, rebuild = split_static((args, kwargs))
         keys = layer_keys(self, self.num_layers)
         keys = split_layers(keys, plan, self.num_layers, scan=self.scan, kinds=kinds)
@@ -110,6 +112,37 @@ def layer_keys(module: nn.Module, num_layers: int) -> dict[str, jax.Array]:
         stream: jax.vmap(functools.partial(jax.random.fold_in, key))(layers)
         for stream, key in keys.items()
     }
+
+
+def make_block(maker: Any) -> nn.Module:
+    """A block of a stack, outside the model around it.
+
+    Raises:
+      TypeError: naming what works, when there is no Linen class to make it of.
+    """
+    make = maker
+    while isinstance(make, functools.partial):
+        make = make.func
+    block = maker(parent=None) if _takes_parent(make) else None
+    if isinstance(block, nn.Module):
+        return block
+    name = getattr(make, "__name__", type(make).__name__)
+    raise TypeError(
+        "Stack makes its blocks of a Linen class, or of functools.partial(Class, ...), "
+        f"which {name} is not; jaxckpt.stack takes functions, "
+        "(x, weights) -> (x, output)"
+    )
+
+
+def _takes_parent(make: Any) -> bool:
+    """Whether it is a Linen class, or a function that makes a module like one."""
+    if isinstance(make, type):
+        return issubclass(make, nn.Module)
+    with contextlib.suppress(TypeError, ValueError):
+        return not isinstance(make, nn.Module) and bool(
+            inspect.signature(make).bind_partial(parent=None)
+        )
+    return False
 
 
 def refuse_shared(block: nn.Module) -> None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt.layers import Layers, Run, layer_plan
-from jaxckpt.linen import LAYER_AXIS, layer_keys
+from jaxckpt.linen import LAYER_AXIS, layer_keys, make_block
 from jaxckpt.pipeline import pipeline
 from jaxckpt.remat import split_static
 from jaxckpt.schedules.pipeline import PipelineSchedule
@@ -85,7 +85,7 @@ class PipelinedStack(nn.Module):
         if arrays:
             raise ValueError("a pipelined stack takes flags only beside its input")
         keys = layer_keys(self, self.num_layers)
-        block = self.make_block(parent=None)
+        block = make_block(self.make_block)
         size = chunk_size(self.num_layers, self.schedule)
         plan = layer_plan(self.plan, size)
 

@@ -29,6 +29,7 @@ from jax.extend import core as jex_core
 
 from jaxckpt import compat
 from jaxckpt.automatic_names import name_values
+from jaxckpt.carry import Body, keeps_carry, returns_pair
 from jaxckpt.layers import LayerPlan, Layers, Run, layer_plan
 from jaxckpt.loops import Loop, Part, layer_parts, loops_of
 from jaxckpt.modules import refuse_closed_over, refuse_nnx
@@ -37,7 +38,6 @@ from jaxckpt.policies import FULL, Policy, PolicyError, unknown_names
 from jaxckpt.remat import checkpoint, split_static
 
 Tree = Any
-Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def stack(
@@ -72,8 +72,8 @@ def stack(
       PolicyError: a bad plan, values that are not in the plan's layout, and, when
         called, a name that no layer under the policy has.
       TypeError: a Flax NNX object among the values, of which the state is taken, as
-        in the last example; a layer that closes over a Linen module, or makes Haiku's
-        parameters.
+        in the last example; a layer that closes over a Linen module, makes Haiku's
+        parameters, or does not return (carry, output) with the carry as it came.
 
     Example:
       >>> import jax.numpy as jnp
@@ -163,7 +163,8 @@ class _LayersInTurn:
     def checkpointed(self, policy: Policy, place: int, in_loop: bool) -> Body:
         kind = place % len(self.bodies)
         policy = self.fitted.get((policy, kind), policy)
-        return checkpoint(self.bodies[kind], policy, in_loop=in_loop)
+        layer = returns_pair(self.bodies[kind])
+        return checkpoint(layer, policy, in_loop=in_loop)
 
 
 def _fit(loops: Sequence[Loop], found: Sequence[Sequence[NamedValue]]):
@@ -359,7 +360,7 @@ def _scan_loops(layers: _LayersInTurn, loops: Sequence[Loop], carry, values):
     for index, loop in enumerate(loops):
         key = f"run_{index}"
         arrays, rebuild = split_static(values[key])
-        once = _iteration(layers, loop)
+        once = keeps_carry(_iteration(layers, loop))
 
         def iteration(carry, arrays, once=once, rebuild=rebuild):
             return once(carry, rebuild(arrays))

@@ -4,9 +4,12 @@ Commands run in this process, up to where they would compile; a few run as proce
 the test of each command. The tables below hold what those tests do not.
 """
 
+import functools
 import importlib
 import sys
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -258,6 +261,54 @@ CALLS = {
         lambda: jaxckpt.stack(layer, "save:hid", 3)(X, split(WS, "save:hid", 3)),
         "'hid'",
     ),
+    "stack of a layer without an output": (
+        lambda: jaxckpt.stack(block, "full", 3)(X, split(WS, "full", 3)),
+        "returns (carry, output), not an array float32[2,4]",
+    ),
+    "unrolled stack of a layer without an output": (  # its two rows are no pair
+        lambda: jaxckpt.stack(block, "none", 3, scan=False)(
+            X, split(WS, "none", 3, scan=False)
+        ),
+        "returns (carry, output)",
+    ),
+    "stack of a layer of three results": (
+        lambda: jaxckpt.stack(lambda x, w: (x, x, w), "full", 3)(
+            X, split(WS, "full", 3)
+        ),
+        "3 values",
+    ),
+    "stack of a layer that widens its carry": (
+        lambda: jaxckpt.stack(lambda x, w: (jnp.tile(x, 2), None), "full", 3)(
+            X, split(WS, "full", 3)
+        ),
+        "carry goes in as float32[2,4] and comes out as float32[2,8]",
+    ),
+    "stack of a layer that casts its carry": (
+        lambda: jaxckpt.stack(
+            lambda c, w: ({"x": c["x"].astype(jnp.bfloat16)}, None), "every:2", 3
+        )({"x": X}, split(WS, "every:2", 3)),
+        "the dtype of its carry: carry['x'] goes in as float32[2,4]",
+    ),
+    "stack of a layer whose carry is another tree": (
+        lambda: jaxckpt.stack(lambda x, w: ((x, x), None), "none", 3)(
+            X, split(WS, "none", 3)
+        ),
+        "PyTreeDef(*) goes in and PyTreeDef((*, *)) comes out",
+    ),
+    "Stack of a function": (
+        lambda: jaxckpt.Stack(block, 3).init(jax.random.key(0), X),
+        "block is not; jaxckpt.stack takes functions",
+    ),
+    "Stack of a partial function": (
+        lambda: jaxckpt.Stack(functools.partial(block, w=W), 3).init(
+            jax.random.key(0), X
+        ),
+        "functools.partial(Class, ...)",
+    ),
+    "Stack of a module": (
+        lambda: jaxckpt.Stack(nn.Dense(4), 3).init(jax.random.key(0), X),
+        "Dense is not",
+    ),
     "split_layers of another depth": (lambda: split(WS, "full", 4), "axis of 4"),
     "split_layers of a scalar": (lambda: split(1.0, "full", 3), "axis of 3"),
     "split_layers of a list of layers": (
@@ -358,6 +409,6 @@ def test_a_bad_call_is_a_value_error_of_one_line(kind):
     assert word in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
-def test_there_are_at_least_160_kinds():
+def test_there_are_at_least_170_kinds():
     kinds = {line for line, *_ in COMMAND_LINES} | set(CALLS)
-    assert len(kinds) == len(COMMAND_LINES) + len(CALLS) >= 160
+    assert len(kinds) == len(COMMAND_LINES) + len(CALLS) >= 170
