@@ -11,7 +11,7 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
-from jaxckpt.compiler.flops import walk
+from jaxckpt.compiler.flops import phase, walk
 from jaxckpt.naming import subjaxprs
 
 
@@ -26,6 +26,7 @@ class Checkpoint:
       loops: iterations of the loops around it.
       level: the jaxpr it stands in.
       outer: whether another checkpoint is around it and nothing else inside that.
+      forward: whether it has no gradients: the forward pass of one inside another.
     """
 
     policy: Callable[..., Any] | None
@@ -34,6 +35,7 @@ class Checkpoint:
     loops: int
     level: int
     outer: bool
+    forward: bool
 
     @property
     def recompute(self) -> int:
@@ -42,7 +44,10 @@ class Checkpoint:
 
 
 def find_checkpoints(
-    jaxpr: jex_core.Jaxpr, loops: int = 1, directly_inside: bool = False
+    jaxpr: jex_core.Jaxpr,
+    loops: int = 1,
+    directly_inside: bool = False,
+    stack: str = "",
 ) -> Iterator[Checkpoint]:
     """The checkpoints of a step with its gradient in it, outermost first."""
     for equation in jaxpr.eqns:
@@ -50,6 +55,7 @@ def find_checkpoints(
         found = is_checkpoint(equation)
         alone = sum(map(is_checkpoint, jaxpr.eqns)) == 1
         length = params["length"] if equation.primitive.name == "scan" else 1
+        here = f"{stack}/{equation.source_info.name_stack}"
         for body in subjaxprs(equation):
             if found:
                 yield Checkpoint(
@@ -59,9 +65,10 @@ def find_checkpoints(
                     loops=loops,
                     level=id(jaxpr),
                     outer=directly_inside and alone,
+                    forward=phase(here) != "backward",
                 )
             inside = found or (directly_inside and length == 1)
-            yield from find_checkpoints(body, loops * length, inside)
+            yield from find_checkpoints(body, loops * length, inside, here)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ def lint_jaxpr(jaxpr: jex_core.Jaxpr) -> list[str]:
     findings = [
         *_double_wrapping(checkpoints),
         *_whole_model(checkpoints, total),
+        *_gains_nothing(checkpoints),
         *_unrolled(checkpoints),
         *_foreign_policies(checkpoints),
         *lint_names(jaxpr, checkpoints),
@@ -102,6 +103,43 @@ def _whole_model(checkpoints: list[Checkpoint], total: FlopCount) -> Iterator[st
                 f"one checkpoint holds {min(share, 1):.0%} of the forward pass: it is "
                 "recomputed at once, so nothing is saved; wrap each block instead"
             )
+
+
+def _gains_nothing(checkpoints: list[Checkpoint]) -> Iterator[str]:
+    """Full remat of one matmul, or of operations whose results are as small.
+
+    What is freed are recomputed values that gradients use; what is kept instead, inputs
+    that no gradient uses.
+    """
+    for checkpoint in checkpoints:
+        name = getattr(checkpoint.policy, "__name__", None)
+        is_full = name in (None, "nothing_saveable")
+        if not is_full or checkpoint.matmuls or checkpoint.forward:
+            continue
+        again, gradients = [], []
+        for equation in checkpoint.body.eqns:
+            stack = str(equation.source_info.name_stack)
+            (again if "rematted_computation" in stack else gradients).append(equation)
+        made = {value for equation in again for value in equation.outvars}
+        used = _operands(gradients)
+        freed = sum(aval_bytes(value.aval) for value in made & used)
+        inputs = set(checkpoint.body.invars)
+        kept = sum(aval_bytes(v.aval) for v in inputs & _operands(again) - used)
+        if gradients and freed <= kept:
+            yield (
+                f"a checkpoint without a matmul to run again frees "
+                f"{format_bytes(freed)} and keeps {format_bytes(kept)} for it: nothing "
+                "is saved; wrap a whole block instead"
+            )
+
+
+def _operands(equations: list[jex_core.JaxprEqn]) -> set[Any]:
+    return {
+        value
+        for equation in equations
+        for value in equation.invars
+        if not isinstance(value, jex_core.Literal)
+    }
 
 
 def _unrolled(checkpoints: list[Checkpoint]) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Every kind of checkpointing that does nothing is found, and good code is not."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -66,6 +68,24 @@ def test_a1_one_checkpoint_around_the_model():
         return lax.scan(lambda c, w: (block(c, w), None), x, weights)[0].sum()
 
     only(lint_step(jax.grad(jax.checkpoint(model)), W, X), "of the forward pass")
+
+
+@unseen_under_remat3
+@pytest.mark.parametrize(
+    "wrapped, freed, kept",
+    [
+        (lambda wrap: lambda x, w: x + jnp.tanh(wrap(jnp.matmul)(x, w)), "0 B", "0 B"),
+        (lambda wrap: lambda x, w: x + wrap(jax.nn.relu)(x @ w), "128 B", "512 B"),
+    ],
+)
+def test_a2_a_checkpoint_of_one_matmul_or_of_cheap_operations(wrapped, freed, kept):
+    layer = wrapped(functools.partial(jax.checkpoint, prevent_cse=False))
+    only(lint_step(scanned(layer), W, X), f"frees {freed} and keeps {kept} for it")
+
+
+def test_a2_cheap_operations_that_free_more_than_they_keep_are_no_finding():
+    wrapped = jax.checkpoint(jax.nn.gelu, prevent_cse=False)
+    assert lint_step(scanned(lambda x, w: x + wrapped(x @ w)), W, X) == []
 
 
 def test_a5_unrolled_layers():

@@ -290,6 +290,26 @@ def test_scan_trip_counts_are_those_of_the_plan(plan, trips, equations):
 
 
 @pytest.mark.parametrize(
+    "small, large",
+    [(("full", 8), ("full", 64)), (("4x4xfull", 16), ("8x8xfull", 64))],
+)
+def test_h4_what_is_compiled_does_not_grow_with_depth(small, large, equations):
+    def sizes(plan, num_layers, scan=True):
+        run, x, values = run_and_values(plan, num_layers, scan)
+        return len(equations(jax.make_jaxpr(gradient(run))(x, values)))
+
+    def instructions(plan, num_layers):
+        run, x, values = run_and_values(plan, num_layers)
+        lowered = jax.jit(gradient(run)).lower(x, values)
+        text = lowered.compile(compiler_options=QUICK).as_text()
+        return sum(" = " in line for line in text.splitlines())
+
+    assert sizes(*small) == sizes(*large)
+    assert instructions(*small) == instructions(*large)
+    assert sizes(*large, scan=False) > 3 * sizes(*small, scan=False)
+
+
+@pytest.mark.parametrize(
     "plan, expected",
     [
         ("none", []),

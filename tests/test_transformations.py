@@ -16,7 +16,7 @@ from jax.experimental import checkify, io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt import remat
+from jaxckpt import remat, split_layers, stack
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -442,6 +442,27 @@ def test_l1_mesh_axes_of_both_kinds(kind, agree):
         _, grads = agree(lambda wrap: gradient(wrap(fn)), x, w)
     if kind == AxisType.Explicit:
         assert jax.typeof(grads[1]).sharding.spec == P(None, "model")
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+@pytest.mark.parametrize("plan", ["none", "full", "save:h", "offload:h"])
+def test_l1_a_stack_on_mesh_axes_of_both_kinds(plan, num_layers, assert_same):
+    def layer(x, w):
+        return x + jnp.tanh(checkpoint_name(x @ w, "h")), None
+
+    def run(x, ws):
+        split = split_layers(ws, plan, num_layers)
+        return jnp.sum(stack(layer, plan, num_layers)(x, split)[0] ** 2)
+
+    x = jnp.linspace(-1, 1, 8 * 4).reshape(8, 4)
+    ws = jnp.linspace(-1, 1, num_layers * 16).reshape(num_layers, 4, 4)
+    want = jax.grad(run, argnums=(0, 1))(x, ws)
+    for kind in AxisType.Auto, AxisType.Explicit:
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+        with jax.set_mesh(mesh):
+            there = jax.device_put(x, NamedSharding(mesh, P("data")))
+            got = jax.jit(jax.grad(run, argnums=(0, 1)))(there, ws)
+        assert_same(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("place", ["inside", "outside"])

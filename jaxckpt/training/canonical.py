@@ -29,7 +29,8 @@ def to_canonical(program: Program, state: State) -> dict[str, Any]:
     ``["layer_0"]`` to ``["layer_11"]``; the key becomes its data. Of master
     weights and a copy of them it is the master.
     """
-    return _layout(program).split(state)
+    with _mesh_of(program):
+        return _layout(program).split(state)
 
 
 def from_canonical(program: Program, canonical: dict[str, Any]) -> State:
@@ -39,12 +40,18 @@ def from_canonical(program: Program, canonical: dict[str, Any]) -> State:
       program: whose layout, mesh and memories the state is to have.
       canonical: arrays of any sharding, or numpy arrays, the same on every process.
     """
-    return _layout(program).join(canonical)
+    with _mesh_of(program):
+        return _layout(program).join(canonical)
 
 
 def canonical_shapes(program: Program) -> dict[str, Any]:
     """What `to_canonical` gives, as `jax.ShapeDtypeStruct` with shardings."""
     return _layout(program).canonical
+
+
+def _mesh_of(program: Program) -> Any:
+    """Makes a program's mesh the active one, where a user may have set another."""
+    return jax.set_mesh(jax.tree.leaves(program.state)[0].sharding.mesh)
 
 
 class _Layout:

@@ -95,6 +95,33 @@ def test_d1_the_gradient_that_is_compared_is_that_of_every_layer(compile_fast):
     assert largest_difference(of_weights["up"][::-1], of_weights["up"]) > 0.1
 
 
+def check_offloaded_gradient(layers, plan):
+    """Of layers unlike each other, here; a GPU's is looked at by the same check."""
+    case = Case(dataclasses.replace(SMALL, layers=layers), DEVICES[:1])
+    gradient, *_ = check_plans(case, [plan])
+    assert max(gradient.figures["largest_differences"]) < 1e-5
+
+
+@offloads_here
+@pytest.mark.parametrize("layers", [2, 3, 8])
+def test_d1_every_layer_has_its_own_gradient(layers, compile_fast):
+    check_offloaded_gradient(layers, "offload:hidden")
+
+
+@offloads_here
+@pytest.mark.parametrize(
+    "layers, plan", [(1, "offload:hidden"), (5, "2x2xoffload:hidden+1xoffload:hidden")]
+)
+def test_d4_one_layer_that_offloads(layers, plan, compile_fast):
+    check_offloaded_gradient(layers, plan)
+
+
+@offloads_here
+@pytest.mark.parametrize("plan", ["sqrt/offload:hidden", "2x2x2xoffload:hidden"])
+def test_d5_loops_in_loops_that_offload(plan, compile_fast):
+    check_offloaded_gradient(8, plan)
+
+
 def test_a_plan_that_does_not_compile_fails_alone(compile_fast):
     def make_stack(layer, plan, layers, *, scan):
         if plan == "save:hidden":
@@ -281,13 +308,9 @@ def test_compiled_for_a_gpu_the_kernels_runs_are_the_same(remat3):
     assert runs == [8 if remat3 else 4, 8]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan, scan",
-    [("offload:hidden", True), ("2x2xoffload:hidden", True), ("offload:hidden", False)],
-)
-def test_compiled_for_a_gpu_offloaded_values_are_in_host_memory(plan, scan):
-    sizes = StackSizes(layers=4, batch=8, time=256, width=256)
+def check_host_memory_of_a_gpu(layers, plan, scan=True):
+    """Of a program for an absent GPU: what it offloads is there, what it saves not."""
+    sizes = StackSizes(layers=layers, batch=8, time=256, width=256)
     case = Case(sizes, absent_gpu())
     assert case.platform == "gpu"
     program = case.compile(plan, scan=scan)
@@ -295,3 +318,22 @@ def test_compiled_for_a_gpu_offloaded_values_are_in_host_memory(plan, scan):
     saved = case.compile(plan.replace("offload", "save"), scan=scan)
     kept = dataclasses.replace(saved, plan=program.plan).moved(case.value_bytes)
     assert kept.verdict("gpu")[0] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [True, False])
+def test_compiled_for_a_gpu_offloaded_values_are_in_host_memory(scan):
+    check_host_memory_of_a_gpu(4, "offload:hidden", scan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layers, plan", [(1, "offload:hidden"), (3, "1xoffload:hidden+2xfull")]
+)
+def test_d4_compiled_for_a_gpu_one_layer_offloads_too(layers, plan):
+    check_host_memory_of_a_gpu(layers, plan)
+
+
+@pytest.mark.slow
+def test_d5_compiled_for_a_gpu_loops_in_loops_offload_too():
+    check_host_memory_of_a_gpu(4, "2x2xoffload:hidden")

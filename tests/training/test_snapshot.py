@@ -5,6 +5,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from jaxckpt.training import metrics as metrics_module
 from jaxckpt.training.canonical import from_canonical, to_canonical
@@ -174,6 +175,45 @@ def test_m5_resuming_is_the_same_run(
     assert len(set(losses)) == 10
     steps = sorted(path.name for path in (run / "snapshots").iterdir())
     assert steps == ["10", "5"]
+
+
+def test_m3_a_restored_state_is_donated(make_config, programs, make_batch, tmp_path):
+    """To the step after a restore too: it needs no second state.
+
+    Whether a GPU's peak is the same, only a GPU can show: a CPU tells no peak.
+    """
+    program = programs(make_config())
+    with Snapshots(tmp_path, keep=1) as snapshots:
+        snapshots.save(program, program.init(), position=0)
+    with Snapshots(tmp_path, keep=1) as snapshots:
+        state = from_canonical(program, snapshots.read(program).state)
+
+    def places(state):
+        leaves = jax.tree.leaves((state["params"], state["opt_state"]))
+        return sorted(leaf.unsafe_buffer_pointer() for leaf in leaves)
+
+    before = places(state)
+    after, _ = program.step(state, make_batch(program, seed=0))
+    assert places(after) == before
+    leaves = jax.tree.leaves((state["params"], state["opt_state"]))
+    assert all(leaf.is_deleted() for leaf in leaves)
+
+
+def test_l1_a_snapshot_under_an_active_mesh(layout_program, assert_same, tmp_path):
+    """Of explicit axes, which are not the run's own, of Auto ones."""
+    program = layout_program("full", True, "data:2,fsdp:2,tensor:2")
+    state = made_up_state(program)
+    kinds = {
+        kind for x in jax.tree.leaves(state) for kind in x.sharding.mesh.axis_types
+    }
+    assert kinds == {AxisType.Auto}
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=2 * (AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        with Snapshots(tmp_path, keep=1) as snapshots:
+            snapshots.save(program, state, position=0)
+        with Snapshots(tmp_path, keep=1) as snapshots:
+            back = from_canonical(program, snapshots.read(program).state)
+    assert_same(as_numpy(back), as_numpy(state), rtol=0)
 
 
 # ---------------------------------------------------------------- what cannot be read
