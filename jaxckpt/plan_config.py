@@ -50,7 +50,8 @@ class PlanConfig:
     """auto: values move to host memory where that costs less than running them again.
     prefer: wherever memory is short, as if transfers cost nothing."""
     host_budget: str = ""
-    """Host memory per device for offloaded values. Default: no limit."""
+    """Host memory per device for offloaded values. Default: no limit; XLA's own is
+    64 GiB for all GPUs of a process, or XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB."""
     out: str = ""
     """Write the plan to this file, for train --plan and report --policies."""
     frontier: str = ""

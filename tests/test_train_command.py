@@ -70,6 +70,14 @@ def metrics_of(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
 
 
+def test_k2_a_run_tells_how_many_steps_it_compiled(trained):
+    assert re.search(
+        r"^compiled 1 training step in [\d.]+ s; no batch needs another$",
+        trained[1].stdout,
+        re.MULTILINE,
+    )
+
+
 def test_the_command_trains_and_leaves_its_files(trained):
     folder, done = trained
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,8 +7,14 @@ Three ways, by the devices:
 * *declared*: GPUs that are only compiled for list no memories. The program itself says
   which of its arguments are there, and XLA compiles the same transfers.
 * *none*: nothing to name. The program streams all the same, within device memory.
+
+XLA takes the pinned memory of all GPUs of a process from one pool, and the pool has a
+limit: 64 GiB, unless ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`` says otherwise.
 """
 
+import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,9 +22,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxckpt import compat
+from jaxckpt.models.presets import ConfigError
 from jaxckpt.units import format_bytes
 
 PINNED = "pinned_host"
+_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_USED = 0.9  # of the pool; its free blocks are in pieces
 
 
 @dataclass(frozen=True)
@@ -76,3 +85,43 @@ def host_memory(device: Any) -> HostMemory:
     if kinds is None:
         return HostMemory("declared" if device.platform == "gpu" else "none")
     return HostMemory("placed" if PINNED in kinds else "none")
+
+
+def pinned_limit(environ: Mapping[str, str] = os.environ) -> int:
+    """Bytes of pinned host memory that XLA has for the GPUs of one process.
+
+    Example:
+      >>> pinned_limit({}) // 2**30, pinned_limit({_LIMIT: "200"}) // 2**30
+      (64, 200)
+    """
+    told = environ.get(_LIMIT, "")
+    return (int(told) if told.isdecimal() else 64) * 2**30
+
+
+def pinned_shortage(needed: int | None, devices: int, limit: int) -> str | None:
+    """What is short of pinned host memory and how to allow it, in a line.
+
+    Args:
+      needed: bytes of one device; None: not known.
+      devices: GPUs of one process.
+      limit: see `pinned_limit`.
+    """
+    total = (needed or 0) * devices
+    if total <= _USED * limit:
+        return None
+    return (
+        f"{format_bytes(needed)} in host memory for each of {devices} GPUs of a "
+        f"process do not fit into XLA's {format_bytes(limit)} of pinned memory: set "
+        f"{_LIMIT}={math.ceil(total / _USED / 2**30)}, or offload less"
+    )
+
+
+def check_pinned(needed: int | None, devices: int, platform: str) -> None:
+    """Refuses a run on attached GPUs that would run out of pinned host memory.
+
+    Raises:
+      ConfigError: see `pinned_shortage`.
+    """
+    shortage = pinned_shortage(needed, devices, pinned_limit())
+    if platform == "gpu" and shortage:
+        raise ConfigError(shortage)

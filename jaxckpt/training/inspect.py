@@ -19,12 +19,17 @@ from jaxckpt.linter import lint_plan, lint_step
 from jaxckpt.models.presets import GATHERED, ConfigError
 from jaxckpt.models.transformer import BETWEEN_LAYERS, Block
 from jaxckpt.policies import NONE, Policy
-from jaxckpt.receipt import CompiledStep, make_receipt
+from jaxckpt.receipt import CompiledStep, host_bytes, make_receipt
 from jaxckpt.remat import checkpoint
 from jaxckpt.schedules.pipeline import PipelineSchedule
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.gradients import uses_dropout
-from jaxckpt.training.host_memory import PINNED, host_memory, state_note
+from jaxckpt.training.host_memory import (
+    PINNED,
+    check_pinned,
+    host_memory,
+    state_note,
+)
 from jaxckpt.training.master import MASTER, compute_copy
 from jaxckpt.training.pipeline import describe
 from jaxckpt.training.policy_schedule import split_entry
@@ -74,6 +79,9 @@ def inspect_run(
       notes: facts for the receipt to state.
       progress: told what is being done before each part that takes long.
       compiled: steps of this run that were compiled before; this one's are added.
+
+    Raises:
+      ConfigError: it offloads more than XLA's pinned host memory holds.
     """
     compiled = {} if compiled is None else compiled
     platform = placement.mesh.devices.flat[0].platform
@@ -101,6 +109,8 @@ def inspect_run(
             *offload_notes(config, placement, program),
         ],
     )
+    devices = len(placement.mesh.local_devices)
+    check_pinned(host_bytes(receipt["step"]), devices, platform)
     receipt["warnings"] += lint_program(config, placement, program)
     return Inspected(program, executable, receipt)
 

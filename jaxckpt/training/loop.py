@@ -156,6 +156,7 @@ def train(
                 notes=notes,
                 progress=status.update,
             )
+            console.print(_compiled(programs), highlight=False)
             status.update("loading the weights")
             run = _Run(config, programs, corpus, buckets, snapshots, log, console)
             run.start(placement, saved, first_step, losses)
@@ -171,6 +172,17 @@ def train(
         validation=run.validation,
         receipt=run.receipt,
     )
+
+
+def _compiled(programs: Programs) -> str:
+    """How many steps were compiled, and that a batch of another shape is an error."""
+    rows = {
+        id(one.compiled_step): one.receipt["step"]
+        for one in programs.inspected.values()
+    }
+    seconds = sum(row["compile_seconds"] for row in rows.values())
+    count = f"{len(rows)} training step{'s' if len(rows) > 1 else ''}"
+    return f"compiled {count} in {seconds:.1f} s; no batch needs another"
 
 
 def _losses(metrics: Path) -> list[tuple[int, float]]:

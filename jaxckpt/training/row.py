@@ -12,7 +12,7 @@ import jax
 from jaxckpt.compiler.flops import PHASES, FlopCount, count_flops
 from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.compiler.hlo_text import HOST_SPACE
-from jaxckpt.compiler.memory import compile_step, memory_bytes
+from jaxckpt.compiler.memory import MemoryBytes, compile_step, memory_bytes
 from jaxckpt.compiler.peak import find_peak_files, peak_values
 from jaxckpt.compiler.schedule import estimate_step_seconds
 from jaxckpt.compiler.targets import Target, TargetError, parse_target
@@ -23,6 +23,7 @@ from jaxckpt.linter import lint_step
 from jaxckpt.policies import NONE
 from jaxckpt.receipt import CompiledStep, step_row
 from jaxckpt.schedules.pipeline import PipelineSchedule
+from jaxckpt.training.host_memory import pinned_limit, pinned_shortage
 from jaxckpt.training.inspect import (
     iterations_of,
     layer_residuals,
@@ -90,6 +91,7 @@ def compile_row(job: Job, dump: Path) -> dict[str, Any]:
             *([_TPU_NOTE] if target.tpu else []),
             *describe(built.pipeline),
             *built.notes,
+            *_short_of_host_memory(memory, target),
         ],
         "bubble": built.pipeline.bubble if built.pipeline else 0.0,
         **_live(dump, text, hlo, target),
@@ -167,6 +169,13 @@ def _user_step(job: Job, target: Target) -> _Built:
         lint=lint_step(step, *arguments),
         count_flops=lambda: count_flops(step, *arguments),
     )
+
+
+def _short_of_host_memory(memory: MemoryBytes, target: Target) -> list[str]:
+    """Of GPUs that are not there, whose machine may allow more."""
+    needed = (memory.host_temp_bytes or 0) + (memory.host_argument_bytes or 0)
+    short = pinned_shortage(needed, target.gpus, pinned_limit({}))
+    return [short] if short else []
 
 
 def _attached_limit(device: Any) -> int | None:

@@ -145,7 +145,7 @@ def model_temp(plan, scan=True):
     return memory_bytes(compile_step(step, *args, platform="cpu")[0]).temp_bytes
 
 
-def test_the_model_needs_less_the_less_it_keeps():
+def test_a2_the_model_needs_less_the_less_it_keeps():
     none, dots, full = map(model_temp, ("none", "dots_saveable", "full"))
     hidden = 4 * 16 * 64 * 128
     assert none > 1.5 * dots

@@ -84,7 +84,7 @@ def take(count, **options):
         return [next(stream) for _ in range(count)]
 
 
-def test_a_batch_is_as_long_as_its_bucket_and_padding_weighs_nothing():
+def test_k2_a_batch_is_as_long_as_its_bucket_and_padding_weighs_nothing():
     assert BUCKETS.counts == (5, 2, 0, 3)
     told = "5 of up to 4 tokens, 2 of up to 7 tokens, 0 of up to 12 tokens, 3 of up to"
     assert told in BUCKETS.description and BUCKETS.description.endswith(
@@ -176,7 +176,7 @@ def test_lengths_and_other_flags(fields, problem):
         make()
 
 
-def test_every_length_is_divided():
+def test_k2_every_length_is_divided():
     config = TrainConfig(
         policy_schedule="auto:length:7=none,16=full", sequence_parallel=True
     )
@@ -230,7 +230,7 @@ def losses(records):
     return [record["loss"] for record in records]
 
 
-def test_lengths_run_under_their_own_policies_and_recompile_nothing(
+def test_k2_lengths_run_under_their_own_policies_and_recompile_nothing(
     run, under_none, compilations, tmp_path
 ):
     policies = ["none", "full"]

@@ -268,6 +268,9 @@ def test_learned_positions_bound_the_sequence():
         ("every:0", 4, "every:K needs a whole number of layers, not '0'"),
         ("", 4, "an empty policy"),
         ("full:context", 4, "full takes no names"),
+        ("none:4", 4, "none takes no names"),
+        ("none/save:context", 4, "none takes no names: JAX has no policy that is both"),
+        ("every:4/every:2", 4, "'every:2'"),
     ],
 )
 def test_n1_the_policy_is_checked_against_the_model(policy, layers, message):

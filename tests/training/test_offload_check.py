@@ -7,8 +7,15 @@ import pytest
 
 from jaxckpt.layers import layer_plan
 from jaxckpt.models.presets import ConfigError
-from jaxckpt.training import offload_check
-from jaxckpt.training.host_memory import HostMemory, host_memory
+from jaxckpt.receipt import host_bytes
+from jaxckpt.training import inspect, offload_check
+from jaxckpt.training.host_memory import (
+    HostMemory,
+    check_pinned,
+    host_memory,
+    pinned_limit,
+    pinned_shortage,
+)
 from jaxckpt.training.offload_check import check_offload, find_fault, make_update
 
 DEVICE = jax.devices()[0]
@@ -68,3 +75,35 @@ def test_a_fault_is_told_in_one_line(monkeypatch, make_config):
     with pytest.raises(ConfigError, match="it is wrong; leave it out, or add") as told:
         check_offload(make_config(offload_optimizer="state"), DEVICE)
     assert "\n" not in str(told.value)
+
+
+GIB = 2**30
+
+
+def test_d6_more_than_the_pinned_pool_is_refused(monkeypatch):
+    """By compiled bytes; that the pool runs dry beyond, only a GPU can show."""
+    limit = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.delenv(limit, raising=False)
+    assert pinned_limit() == 64 * GIB
+    check_pinned(7 * GIB, 8, "gpu")
+    with pytest.raises(ConfigError, match="9.00 GiB .* each of 8 GPUs") as told:
+        check_pinned(9 * GIB, 8, "gpu")
+    line = str(told.value)
+    assert f"set {limit}=80, or offload less" in line and "\n" not in line
+    monkeypatch.setenv(limit, "80")
+    check_pinned(9 * GIB, 8, "gpu")
+    check_pinned(None, 8, "gpu")
+    check_pinned(900 * GIB, 8, "cpu")
+    assert pinned_shortage(9 * GIB, 0, 64 * GIB) is None  # no GPU is asked for
+
+
+def test_d6_a_run_looks_at_what_its_step_keeps_there(
+    monkeypatch, make_config, place, programs, compile_fast
+):
+    seen = []
+    monkeypatch.setattr(inspect, "check_pinned", lambda *args: seen.append(args))
+    config = make_config(offload_optimizer="state")
+    program = programs(config)
+    found = inspect.inspect_run(config, place(), program)
+    assert seen == [(host_bytes(found.receipt["step"]), 1, "cpu")]
+    assert seen[0][0] >= program.host_bytes > 0
