@@ -87,6 +87,14 @@ def asked_about(policy: Any) -> frozenset[str] | None:
 _WITH_A_RULE = ("name", "dot_general", "conv_general_dilated")
 
 
+def closes_over(error: Exception) -> bool:
+    """Whether JAX refused to differentiate by what a custom_vjp closes over.
+
+    Its exception is not in the public API.
+    """
+    return type(error).__name__ == "CustomVJPException"
+
+
 def keeps(decision: Any) -> bool:
     """Whether a policy's answer is to save or to offload."""
     from jax._src.interpreters import partial_eval

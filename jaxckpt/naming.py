@@ -5,6 +5,8 @@ A value gets a name with ``jax.ad_checkpoint.checkpoint_name(value, "name")``.
 and nested checkpoints, by tracing the function and walking its jaxpr.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +57,14 @@ def list_names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedV
       >>> [(value.name, value.shape, value.nbytes) for value in list_names(block, x, w)]
       [('hidden', (4, 16), 256)]
     """
-    split, arrays = _of_differentiable(fn, args, kwargs)
 
-    def with_tangents(arrays, tangents):
+    def with_tangents(split, arrays):
         of_chosen, chosen = split(arrays)
+        tangents = [jnp.zeros_like(array) for array in chosen]
         return jax.jvp(of_chosen, (chosen,), (tangents,))[0]
 
     # Not jax.vjp: it drops what a checkpoint inside the function recomputes.
-    jaxpr = jax.make_jaxpr(with_tangents)(arrays, _differentiable(arrays))
+    jaxpr = _trace(with_tangents, fn, args, kwargs)
     found = [named_value(name, aval) for name, aval in _walk_names(jaxpr.jaxpr)]
     return list(dict.fromkeys(found))
 
@@ -75,8 +77,7 @@ def trace_forward(fn: Callable[..., Any], *args: Any, **kwargs: Any):
       residuals that `jax.vjp` keeps, whatever the checkpoint policy decided; an
       argument may be among them, and any of them may come twice.
     """
-    split, arrays = _of_differentiable(fn, args, kwargs)
-    return jax.make_jaxpr(lambda arrays: jax.vjp(*split(arrays)))(arrays)
+    return _trace(lambda split, arrays: jax.vjp(*split(arrays)), fn, args, kwargs)
 
 
 def check_names(names: Collection[str], fn: Callable[..., Any], *args: Any) -> None:
@@ -165,34 +166,63 @@ def _walk_names(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[str, Any]]:
             yield from _walk_names(inner)
 
 
-def _of_differentiable(fn: Callable[..., Any], args: Any, kwargs: Any):
+def _trace(program: Callable[..., Any], fn: Callable[..., Any], args, kwargs):
+    """The jaxpr of a program of ``(split, arrays)``, as `_of_differentiable` has them.
+
+    JAX does not differentiate by what a custom_vjp closes over: nor does a gradient,
+    but of a piece of a program its constants are inputs like others.
+    """
+    numbers = range(sum(map(is_array, jax.tree.leaves((args, kwargs)))))
+
+    def trace(fixed: Collection[int]):
+        split, arrays = _of_differentiable(fn, args, kwargs, fixed)
+        return jax.make_jaxpr(functools.partial(program, split))(arrays)
+
+    def is_closed_over(number: int) -> bool:
+        try:
+            trace(set(numbers) - {number})
+        except Exception as error:
+            if not compat.closes_over(error):
+                raise
+            return True
+        return False
+
+    try:
+        return trace(())
+    except Exception as error:
+        if not compat.closes_over(error):
+            raise
+    return trace(set(filter(is_closed_over, numbers)))
+
+
+def _of_differentiable(fn: Callable[..., Any], args: Any, kwargs: Any, fixed):
     """The arrays of a call, and a function that splits the call in two.
 
     The split takes the arrays and returns a function of the differentiable ones
-    alone, whose outputs are the arrays that ``fn`` returns, and those arrays.
+    alone, whose outputs are the arrays that ``fn`` returns, and those arrays. Those at
+    the indices ``fixed`` are not to be differentiated by.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    chosen = [
+        _is_differentiable(one) and i not in fixed for i, one in enumerate(arrays)
+    ]
 
     def split(arrays: list[Any]):
-        given = iter(arrays)
-        merged = [next(given) if is_array(leaf) else leaf for leaf in leaves]
-
-        def of_chosen(chosen: list[Any]) -> list[Any]:
-            rest = iter(chosen)
-            parts = [
-                next(rest) if _is_differentiable(leaf) else leaf for leaf in merged
-            ]
-            call_args, call_kwargs = jax.tree.unflatten(treedef, parts)
+        def of_chosen(parts: list[Any]) -> list[Any]:
+            parts = iter(parts)
+            given = (
+                next(parts) if take else array
+                for take, array in zip(chosen, arrays, strict=True)
+            )
+            merged = [next(given) if is_array(leaf) else leaf for leaf in leaves]
+            call_args, call_kwargs = jax.tree.unflatten(treedef, merged)
             outputs = fn(*call_args, **call_kwargs)
             return [leaf for leaf in jax.tree.leaves(outputs) if is_array(leaf)]
 
-        return of_chosen, _differentiable(arrays)
+        return of_chosen, list(itertools.compress(arrays, chosen))
 
-    return split, [leaf for leaf in leaves if is_array(leaf)]
-
-
-def _differentiable(arrays: list[Any]) -> list[Any]:
-    return [leaf for leaf in arrays if _is_differentiable(leaf)]
+    return split, arrays
 
 
 def _is_differentiable(leaf: Any) -> bool:

@@ -431,3 +431,30 @@ def test_b1_a_name_that_depends_on_a_closed_over_array_alone_is_known():
     w = jnp.linspace(0.1, 1.0, 4)
     gradient = jax.grad(loss)(w, jnp.ones(4))
     np.testing.assert_allclose(gradient, 1 - jnp.tanh(w) ** 2, rtol=1e-6)
+
+
+@pytest.mark.skipif(
+    not compat.keeps_names_of_rules(), reason="JAX_REMAT3 without JAX_CUSTOM_VJP3"
+)
+def test_c1_a_kernel_may_close_over_arrays(assert_same):
+    """JAX differentiates by none of them; a name behind them is known all the same."""
+    mask = jnp.linspace(0.5, 1.0, 4)
+
+    @jax.custom_vjp
+    def kernel(x):
+        return jnp.sin(x * mask)
+
+    def forward(x):
+        return kernel(x), checkpoint_name(x * mask, "masked")
+
+    kernel.defvjp(forward, lambda masked, g: (jnp.cos(masked) * mask * g,))
+
+    def loss(x, policy):
+        return remat(lambda x: kernel(kernel(x)) * 2, policy)(x).sum()
+
+    x = jnp.linspace(-1.0, 1.0, 4)
+    want = jax.grad(loss)(x, "none")
+    for policy in ("full", "save:masked", "save:mul.0"):
+        assert_same(jax.grad(loss)(x, policy), want)
+    with pytest.raises(PolicyError, match="Known names: masked"):
+        loss(x, "save:sinus")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+import jaxckpt
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.layers import LayerPlan, Run, layer_plan
 from jaxckpt.naming import is_array
@@ -288,3 +289,27 @@ def test_a_fingerprint_sees_parameters_and_bodies(one, other):
     x = jnp.ones((8, 8))
     assert fingerprint(flat(one, x)) == fingerprint(flat(one, x))
     assert fingerprint(flat(one, x)) != fingerprint(flat(other, x))
+
+
+def test_stages_of_a_kernel_that_closes_over_an_array(assert_same):
+    mask = jnp.full((32, 32), 0.5)
+
+    @jax.custom_vjp
+    def kernel(x):
+        return jnp.sin(x * mask)
+
+    def forward(x):
+        return kernel(x), x * mask
+
+    kernel.defvjp(forward, lambda masked, g: (jnp.cos(masked) * mask * g,))
+
+    def loss(w, x):
+        for _ in range(4):
+            x = x + kernel(jnp.tanh(x @ w))
+        return (x**2).sum()
+
+    arguments = jnp.full((32, 32), 0.01), jnp.ones((32, 32))
+    plan = jaxckpt.plan(loss, *arguments, budget="52KiB", target="cpu")
+    assert plan.recompute_fraction > 0
+    got = jax.grad(jaxckpt.remat(loss, plan))(*arguments)
+    assert_same(got, jax.grad(loss)(*arguments))

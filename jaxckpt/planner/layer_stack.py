@@ -105,7 +105,7 @@ class LayerStack:
 
     @property
     def _impossible(self) -> float:
-        return 1e3 * self.forward_seconds
+        return 1e3 * self.forward_seconds or 1.0  # seconds; views alone take none
 
     @property
     def cheapest(self) -> float:
