@@ -16,7 +16,7 @@ from jax.experimental import checkify, io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt import remat, split_layers, stack
+from jaxckpt import compat, remat, split_layers, stack
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -447,6 +447,12 @@ def test_l1_mesh_axes_of_both_kinds(kind, agree):
 @pytest.mark.parametrize("num_layers", [1, 4])
 @pytest.mark.parametrize("plan", ["none", "full", "save:h", "offload:h"])
 def test_l1_a_stack_on_mesh_axes_of_both_kinds(plan, num_layers, assert_same):
+    if "offload" in plan and compat.offload_ends_process(jax.devices()[0]):
+        pytest.skip("offloading ends the process")
+    kinds = [AxisType.Auto]
+    if jax.__version_info__ >= (0, 10):  # 0.7 refuses this gradient without any remat
+        kinds.append(AxisType.Explicit)
+
     def layer(x, w):
         return x + jnp.tanh(checkpoint_name(x @ w, "h")), None
 
@@ -457,7 +463,7 @@ def test_l1_a_stack_on_mesh_axes_of_both_kinds(plan, num_layers, assert_same):
     x = jnp.linspace(-1, 1, 8 * 4).reshape(8, 4)
     ws = jnp.linspace(-1, 1, num_layers * 16).reshape(num_layers, 4, 4)
     want = jax.grad(run, argnums=(0, 1))(x, ws)
-    for kind in AxisType.Auto, AxisType.Explicit:
+    for kind in kinds:
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
         with jax.set_mesh(mesh):
             there = jax.device_put(x, NamedSharding(mesh, P("data")))
