@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import io
 import itertools
+import logging
 import os
 import re
 import sys
@@ -100,6 +101,7 @@ def make_console(**options: Any) -> Any:
 def fail(prog: str, message: str, code: int) -> NoReturn:
     """Ends the process with one line on standard error."""
     line = " ".join(message.split())
+    logging.getLogger("asyncio").disabled = True  # other writes that failed alike
     print(f"{prog}: error: {line}", file=sys.stderr)
     sys.exit(code)
 

@@ -57,6 +57,7 @@ def planned(tmp_path_factory):
     return folder, done
 
 
+@pytest.mark.slow
 def test_the_budget_holds_and_is_used(planned):
     plan = Plan.load(planned[0] / "plan.json")
     total = plan.compiled["device_total_bytes"]
@@ -66,12 +67,14 @@ def test_the_budget_holds_and_is_used(planned):
     assert 0 < plan.recompute_fraction < 0.25
 
 
+@pytest.mark.slow
 def test_what_was_predicted_is_what_was_counted(planned):
     plan = Plan.load(planned[0] / "plan.json")
     assert plan.predicted["recompute_flops"] == plan.compiled["flops"]["recompute"]
     assert plan.lower_bound["recompute_seconds"] <= plan.predicted["recompute_seconds"]
 
 
+@pytest.mark.slow
 def test_the_file_is_readable_and_whole(planned):
     data = json.loads((planned[0] / "plan.json").read_text())
     assert data["version"] == 1
@@ -84,6 +87,7 @@ def test_the_file_is_readable_and_whole(planned):
     assert kept == {name for policy in policies for name in policy.names}
 
 
+@pytest.mark.slow
 def test_what_is_printed(planned):
     folder, done = planned
     shown = done.stdout
@@ -94,6 +98,7 @@ def test_what_is_printed(planned):
     assert (folder / "frontier.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_training_under_the_plan(planned):
     folder, _ = planned
     done = command(
@@ -108,6 +113,7 @@ def test_training_under_the_plan(planned):
     assert receipt["step"]["flops"]["recompute"] == plan.predicted["recompute_flops"]
 
 
+@pytest.mark.slow
 def test_a_report_takes_the_plan_as_a_policy(planned):
     folder, _ = planned
     done = command(
@@ -175,6 +181,7 @@ def test_a_file_that_is_no_plan(content, words, tmp_path):
     refused(command("train", *SMALL, "--plan=plan.json", cwd=tmp_path), 2, *words)
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_model(planned):
     folder, _ = planned
     done = command(
@@ -183,6 +190,7 @@ def test_a_plan_of_another_model(planned):
     refused(done, 2, "3 layers", "4")
 
 
+@pytest.mark.slow
 def test_a_plan_or_a_policy_not_both(planned):
     done = command("train", "--plan=plan.json", "--policy=full", cwd=planned[0])
     refused(done, 2, "--plan", "--policy")

@@ -363,6 +363,7 @@ def real():
     }
 
 
+@pytest.mark.slow
 def test_real_receipts_share_the_step_without_remat(real):
     full, everything = real["full"], real["everything_saveable"]
     assert full["step"]["activation_saving"] > 0.3

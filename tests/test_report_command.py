@@ -469,6 +469,7 @@ def gpu_compiler():
         pytest.skip(f"jax_plugins.xla_cuda13 is not importable: {error}")
 
 
+@pytest.mark.slow
 def test_a_gpu_that_the_installed_cuda_no_longer_knows(gpu_compiler, tmp_path):
     text = KINDS["t4"].config_text().replace("minor: 5", "minor: 0")
     (tmp_path / "v100.textproto").write_text(text)
@@ -482,6 +483,7 @@ def test_a_gpu_that_the_installed_cuda_no_longer_knows(gpu_compiler, tmp_path):
     assert line.endswith(told + "7.0")
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there(gpu_compiler, tmp_path):
     done = command(
         *SMALL, "--compute-dtype=bfloat16", "--target=t4:2", *POLICIES,

@@ -144,6 +144,7 @@ def test_the_output_fits_a_narrow_terminal_and_names_everything(trained):
     assert tables and max(map(len, tables)) <= 80
 
 
+@pytest.mark.slow
 def test_m1_resuming_under_another_policy_and_mesh(trained, tmp_path):
     workdir = trained[0] / "run"
     before = metrics_of(workdir)

@@ -400,6 +400,7 @@ def importable(package):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "forwards"),
     [
@@ -417,6 +418,7 @@ def test_c2_flash_forward_kernels_in_compiled_hlo(compiled_for_h100, policy, for
     }
 
 
+@pytest.mark.slow
 def test_flash_runs_in_both_half_precisions(compiled_for_h100):
     assert compiled_for_h100["dtypes"] == {
         "bfloat16": ["bf16[8,4,256,64]"],
@@ -424,6 +426,7 @@ def test_flash_runs_in_both_half_precisions(compiled_for_h100):
     }
 
 
+@pytest.mark.slow
 def test_flash_is_partitioned_over_batch_and_heads(compiled_for_h100):
     sharded = compiled_for_h100["sharded"]
     assert sharded["kernels"] == {

@@ -44,6 +44,7 @@ def test_replicas_add_up_gradients_once_however_many_micro_batches(
     assert 0 <= reduced_bytes(text) - share * nbytes <= share * scalars
 
 
+@pytest.mark.slow
 def test_a_pipelines_replicas_add_up_gradients_once(compiled):
     few, many = (
         reduced_bytes(compiled("data:2,pipe:2", pipeline_microbatches=count)[1])

@@ -74,7 +74,13 @@ def distance(got, want):
     return max(jax.tree.leaves(parts))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=pytest.mark.slow if dtype == "float16" else ())
+        for dtype in TOLERANCE
+    ],
+)
 def test_gradients_under_a_plan_are_those_without_remat(program_of, gradient_of, dtype):
     got, want = (gradient_of(program_of(dtype, name)) for name in (MIXED, "none"))
     assert distance(got, want) < TOLERANCE[dtype]

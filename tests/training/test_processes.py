@@ -124,6 +124,7 @@ def lost_line(lines, index):
 # ---------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_one_goes_on(alone, text_file, tmp_path):
     expected = alone("fsdp:2", steps=6, snapshot_every=0)
     workdir = tmp_path / "run"

@@ -149,7 +149,10 @@ def straight(compile_fast, make_config, run_training, tmp_path_factory):
         ("full", {}, "data:1", 0),
         ("1xnone+2xdots_saveable", {}, "data:1", 1e-5),
         ("every:2", dict(scan_layers=False), "data:1", 1e-5),
-        ("save:context", {}, "data:2,fsdp:2,tensor:2", 1e-5),
+        pytest.param(
+            *("save:context", {}, "data:2,fsdp:2,tensor:2", 1e-5),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_m5_resuming_is_the_same_run(

@@ -107,9 +107,12 @@ def test_k1_a_batch_of_padding_is_no_nan(make_config, programs, make_batch):
     "mesh, options",
     [
         ("data:2,fsdp:2,tensor:2", dict(policy="save:context")),
-        ("fsdp:8", dict(policy="dots_saveable", accumulate=1)),
+        pytest.param(
+            *("fsdp:8", dict(policy="dots_saveable", accumulate=1)),
+            marks=pytest.mark.slow,
+        ),
         ("tensor:2", dict(policy="full", sequence_parallel=True)),
-        (
+        pytest.param(
             "fsdp:2,tensor:4",
             dict(
                 policy="every:2",
@@ -118,6 +121,7 @@ def test_k1_a_batch_of_padding_is_no_nan(make_config, programs, make_batch):
                 accumulate=2,
                 architecture=dict(num_layers=2, num_heads=4, dropout=0.3),
             ),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -160,6 +164,7 @@ def test_e3_every_plan_has_the_same_names_and_first_values(
     assert_same(first(policy, scan_layers), first("none"), rtol=0)
 
 
+@pytest.mark.slow
 def test_g2_every_plan_trains_the_same_with_dropout(make_config, programs, losses):
     def train(policy, scan_layers):
         layers = dict(dropout=0.5, attention_dropout=0.2, scan_layers=scan_layers)
