@@ -135,7 +135,7 @@ def test_budgets_hold_and_gradients_are_the_same(jobs, assert_same, name):
         cost = predicted["recompute_seconds"]
 
 
-@pytest.mark.parametrize("name", every_function())
+@pytest.mark.parametrize("name", every_function((*QUICK, "resnet_stage", "mlp_mixer")))
 def test_no_budget_is_refused_that_a_uniform_policy_holds(jobs, name):
     job = jobs(name)
     budget = min(map(job.uniform, UNIFORM))

@@ -459,7 +459,7 @@ SIX_OF_TINY = SIX.replace("1xnone+2xfull", PLANNED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data:1", "data:2,fsdp:2"])
+@pytest.mark.parametrize("mesh", ["data:2,fsdp:2"])
 def test_tiny_with_six_switches_trains_as_without(
     make_config, run_training, compilations, tmp_path, mesh
 ):
