@@ -13,6 +13,9 @@ all have a telling one, so, in this order:
    the second half of an asynchronous pair serve what they read, so operands come
    first; a copy or a gather serves what reads it, so users come first;
 5. the loop or call around it.
+
+Nothing in a loop that recomputes is of the forward pass: a function that both call, and
+that is lowered once, bears the names of its first call.
 """
 
 from collections import Counter
@@ -155,7 +158,13 @@ class _Walk:
                 break
             found |= learned
             waiting = [i for i in waiting if i.name not in learned]
-        return {key: found.get(key, around) for key in instructions}
+        phases = {key: found.get(key, around) for key in instructions}
+        if (
+            around == "recompute"
+        ):  # XLA named a body that it shares where it met it first
+            forward = [key for key, known in phases.items() if known == "forward"]
+            phases |= dict.fromkeys(forward, around)
+        return phases
 
     def _flops(self, instruction: Instruction) -> int:
         return instruction_flops(self.module, instruction)

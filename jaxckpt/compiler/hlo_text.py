@@ -206,7 +206,7 @@ def _instruction(
         name=name,
         opcode=opcode[1],
         shapes=_shapes(text[:end]),
-        operands=_operands(arguments),
+        operands=() if opcode[1] == "constant" else _operands(arguments),
         arguments=arguments,
         computation=computation,
         attributes=attributes,

@@ -83,9 +83,10 @@ def test_operands_are_read_with_types_and_without_percent_signs():
         "a = f32[2]{0} parameter(0)",
         "b = f32[2]{0} negate(f32[2]{0} %a)",
         "c = f32[2]{0} add(a, b)",
+        "d = pred[] constant(false)",
     )
     operands = [running.instruction.operands for running in program.instructions]
-    assert operands == [(), ("a",), ("a", "b")]
+    assert operands == [(), ("a",), ("a", "b"), ()]
 
 
 TABLES = """
