@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxckpt.layers import Run
-from jaxckpt.policies import Policy
+from jaxckpt.policies import Policy, PolicyError
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ def loops_of(runs: Sequence[Run], kinds: int = 1, start: int = 0) -> tuple[Loop,
       kinds: how many kinds of layers follow each other; layer i is of kind i % kinds.
       start: the place of the first layer.
 
+    Raises:
+      PolicyError: kinds that are no number from 1.
+
     Example:
       >>> from jaxckpt.layers import layer_plan
       >>> for loop in loops_of(layer_plan("7xfull", 7).runs, kinds=2):
@@ -75,6 +78,8 @@ def loops_of(runs: Sequence[Run], kinds: int = 1, start: int = 0) -> tuple[Loop,
       3 [0, 1]
       1 [0]
     """
+    if type(kinds) is not int or kinds < 1:
+        raise PolicyError(f"kinds={kinds!r}: a number of layer functions, from 1")
     loops = []
     for run in runs:
         size = run.layers_per_iteration

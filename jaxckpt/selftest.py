@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxckpt import command_line
 from jaxckpt.models.presets import ConfigError
+from jaxckpt.training.config import MOST_VIRTUAL
 
 PROG = "python -m jaxckpt.selftest"
 _QUIET = 2.0  # seconds without a line after which there is one of what is being done
@@ -35,9 +36,9 @@ class SelftestConfig:
     """Write everything to this file."""
 
     def __post_init__(self):
-        if self.virtual_devices < 0:
+        if not 0 <= self.virtual_devices <= MOST_VIRTUAL:
             raise ConfigError(
-                f"--virtual-devices={self.virtual_devices} must be 0 or more"
+                f"--virtual-devices={self.virtual_devices} must be 0 to {MOST_VIRTUAL}"
             )
 
 

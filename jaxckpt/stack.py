@@ -281,8 +281,9 @@ def join_layers(
         raise PolicyError(f"{len(layers)} layers for a stack of {num_layers}")
     if not scan:
         return {f"layer_{index}": layer for index, layer in enumerate(layers)}
+    loops = loops_of(plan.runs, kinds)
     _check_alike(layers, kinds)
-    return _split_loops(loops_of(plan.runs, kinds), list(layers))
+    return _split_loops(loops, list(layers))
 
 
 def merge_layers(

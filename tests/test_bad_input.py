@@ -315,6 +315,14 @@ CALLS = {
         lambda: split([W, W, W], "full", 3),
         "join_layers",
     ),
+    "join_layers of no kinds": (
+        lambda: jaxckpt.join_layers([W] * 2, "full", 2, kinds=0),
+        "kinds=0",
+    ),
+    "join_layers of half a kind": (
+        lambda: jaxckpt.join_layers([W] * 2, "full", 2, kinds=1.5),
+        "kinds=1.5",
+    ),
     "join_layers of too few": (lambda: jaxckpt.join_layers([W], "full", 3), "1 layers"),
     "join_layers of unlike layers": (
         lambda: jaxckpt.join_layers([{"w": W}, {"v": W}], "full", 2),

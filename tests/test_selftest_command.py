@@ -82,7 +82,8 @@ def test_a_section_that_breaks_fails_and_the_others_go_on(monkeypatch, capsys):
     "args, said",
     [
         (["--json=/no/such/folder/x"], "is no file in a folder that exists"),
-        (["--virtual-devices=-1"], "must be 0 or more"),
+        (["--virtual-devices=-1"], "must be 0 to 1024"),
+        (["--virtual-devices=99999999999"], "must be 0 to 1024"),
         (["--jsn=x"], "Did you mean '--json'?"),
         (["full"], "full"),
     ],

@@ -146,10 +146,10 @@ class TrainConfig:
             self.seed < 2**31, "seed", self, f"is too large; use {2**31 - 1} at most"
         )
         _require(
-            self.virtual_devices <= _MOST_VIRTUAL,
+            self.virtual_devices <= MOST_VIRTUAL,
             "virtual_devices",
             self,
-            f"are more than a CPU can pretend to be; use {_MOST_VIRTUAL} at most",
+            f"are more than a CPU can pretend to be; use {MOST_VIRTUAL} at most",
         )
         _require(
             self.batch_size % self.accumulate == 0,
@@ -330,7 +330,7 @@ class TrainConfig:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
-_MOST_VIRTUAL = 1024  # each takes threads and some MiB
+MOST_VIRTUAL = 1024  # each takes threads and some MiB
 _KEEP_ALL = ("none", "everything_saveable")
 _POSITIVE = (
     "steps",
