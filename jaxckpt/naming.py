@@ -210,9 +210,9 @@ def _of_differentiable(fn: Callable[..., Any], args: Any, kwargs: Any, fixed):
 
     def split(arrays: list[Any]):
         def of_chosen(parts: list[Any]) -> list[Any]:
-            parts = iter(parts)
+            rest = iter(parts)
             given = (
-                next(parts) if take else array
+                next(rest) if take else array
                 for take, array in zip(chosen, arrays, strict=True)
             )
             merged = [next(given) if is_array(leaf) else leaf for leaf in leaves]

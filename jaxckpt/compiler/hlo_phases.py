@@ -158,12 +158,11 @@ class _Walk:
                 break
             found |= learned
             waiting = [i for i in waiting if i.name not in learned]
-        phases = {key: found.get(key, around) for key in instructions}
-        if (
-            around == "recompute"
-        ):  # XLA named a body that it shares where it met it first
-            forward = [key for key, known in phases.items() if known == "forward"]
-            phases |= dict.fromkeys(forward, around)
+        phases: dict[str, Phase] = {}
+        for key in instructions:
+            phases[key] = found.get(key, around)
+            if around == "recompute" and phases[key] == "forward":
+                phases[key] = around  # a shared body has the names of its first call
         return phases
 
     def _flops(self, instruction: Instruction) -> int:
