@@ -2,11 +2,11 @@
 
     python -m experiments.all --fast
 
-Takes about 15 minutes on 2 CPU cores with --fast, which makes every experiment smaller,
-and about 90 without. Runs each in a process of its own and says how long it took and
-whether it came out as expected; exit code 1 when one did not. Results go to --out, by
-default to `experiments/results`, those of --fast to its folder `fast`. Needs the
-`gpu-compiler` and `plot` extras.
+Takes what its parts take; the whole was not timed. With --fast every experiment is
+smaller. Runs each in a process of its own and says how long it took and whether it came
+out as expected; exit code 1 when one did not. Results go to --out, by default to
+`experiments/results`, those of --fast to its folder `fast`. Needs the `gpu-compiler`
+and `plot` extras.
 
 * depth: does memory grow as the square root of depth, when does nesting stop paying?
 * same_training: does the policy change what is learned?
