@@ -27,9 +27,9 @@ from jaxckpt.layers import Layers, layer_plan
 from jaxckpt.loops import Loop, Part, loops_of
 from jaxckpt.modules import is_bound_linen
 from jaxckpt.naming import list_names
-from jaxckpt.policies import NONE, Policy, PolicyError, is_automatic, unknown_names
+from jaxckpt.policies import NONE, Policy, is_automatic, unknown_names
 from jaxckpt.remat import split_static
-from jaxckpt.stack import split_layers
+from jaxckpt.stack import in_turn, split_layers
 
 LAYER_AXIS = "layers"  # logical name of the stacked axis in partitioned parameters
 
@@ -78,16 +78,9 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         plan = layer_plan(self.plan, self.num_layers)
-        makers = self.make_block
-        makers = tuple(makers) if isinstance(makers, Sequence) else (makers,)
+        is_planned = hasattr(self.plan, "check_values")
+        makers = in_turn(self.make_block, self.num_layers, is_planned=is_planned)
         kinds = len(makers)
-        if not kinds or not all(map(callable, makers)):
-            raise PolicyError(f"Stack takes a block, or a tuple of some, not {makers}")
-        if kinds > 1 and hasattr(self.plan, "check_values"):  # a Plan
-            raise PolicyError(
-                f"a plan of jaxckpt.plan is of one kind of layer, not of {kinds} in "
-                "turn: give a policy or a layer plan"
-            )
         for maker in makers:
             refuse_shared(make_block(maker))
         arrays, rebuild = split_static((args, kwargs))

@@ -114,17 +114,8 @@ def stack(
     """
     check_values = getattr(plan, "check_values", None)  # of a Plan
     plan = layer_plan(plan, num_layers)
-    bodies = tuple(body) if isinstance(body, Sequence) else (body,)
+    bodies = in_turn(body, num_layers, is_planned=bool(check_values))
     kinds = len(bodies)
-    if not kinds or not all(map(callable, bodies)):
-        raise PolicyError(
-            f"a stack takes a layer function, or a list of some in turn, not {body!r}"
-        )
-    if check_values and kinds > 1:
-        raise PolicyError(
-            f"a plan of jaxckpt.plan is of one layer function, not of {kinds} in turn: "
-            "give a policy or a layer plan"
-        )
     loops = loops_of(plan.runs, kinds)
 
     def run_stack(carry, values):
@@ -226,6 +217,35 @@ def _names_of_a_layer(body: Body, carry, first) -> list[NamedValue]:
 
     closed = name_values(jax.make_jaxpr(layer)(*arrays))
     return list_names(jex_core.jaxpr_as_fun(closed), *closed.in_avals)
+
+
+def in_turn(given: Any, num_layers: int, *, is_planned: bool) -> tuple[Any, ...]:
+    """The layer functions, or blocks, that follow each other in a stack.
+
+    Args:
+      given: one, or a sequence.
+      num_layers: depth of the stack.
+      is_planned: whether it runs under a `Plan`.
+
+    Raises:
+      PolicyError: what cannot be called; more than layers; several under a `Plan`.
+    """
+    makers = tuple(given) if isinstance(given, Sequence) else (given,)
+    if not makers or not all(map(callable, makers)):
+        raise PolicyError(
+            f"a stack takes a layer, or a sequence of some in turn, not {given!r}"
+        )
+    if len(makers) > num_layers:
+        raise PolicyError(
+            f"{len(makers)} layers in turn and a depth of {num_layers}: some would "
+            "never run"
+        )
+    if is_planned and len(makers) > 1:
+        raise PolicyError(
+            f"a plan of jaxckpt.plan is of one kind of layer, not of {len(makers)} in "
+            "turn: give a policy or a layer plan"
+        )
+    return makers
 
 
 def split_layers(

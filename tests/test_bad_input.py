@@ -315,6 +315,10 @@ CALLS = {
         lambda: split([W, W, W], "full", 3),
         "join_layers",
     ),
+    "stack of more functions than layers": (
+        lambda: jaxckpt.stack([layer] * 3, "full", 2),
+        "some would never run",
+    ),
     "join_layers of no kinds": (
         lambda: jaxckpt.join_layers([W] * 2, "full", 2, kinds=0),
         "kinds=0",

@@ -230,7 +230,7 @@ def test_a_name_that_one_kind_has_is_a_name(references):
 
 
 def test_errors_are_one_line():
-    with pytest.raises(PolicyError, match="a layer function, or a list of some"):
+    with pytest.raises(PolicyError, match="a layer, or a sequence of some"):
         stack([], "full", 4)
     with pytest.raises(PolicyError, match="layer 1 is not built like layer 0"):
         join_layers(canonical(4, 2), "full", 4)
@@ -252,7 +252,7 @@ def test_the_planner_takes_one_kind_at_a_time():
         layers = layer_plan("full", 4)
         check_values = print
 
-    with pytest.raises(PolicyError, match="of one layer function, not of 2 in turn"):
+    with pytest.raises(PolicyError, match="of one kind of layer, not of 2 in turn"):
         stack(BODIES[:2], OfAFunction(), 4)
 
 
@@ -361,5 +361,5 @@ def test_b1_linen_a_name_that_no_kind_has_is_an_error():
         model = Stack((Local, Global), 4, "save:h,hh", scan=scan)
         with pytest.raises(PolicyError, match="no value is named 'hh'.*: h, router"):
             model.init(jax.random.key(0), x, shared)
-    with pytest.raises(PolicyError, match="a block, or a tuple of some"):
+    with pytest.raises(PolicyError, match="a layer, or a sequence of some"):
         Stack((), 4).init(jax.random.key(0), x, shared)
