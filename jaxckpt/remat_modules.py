@@ -127,7 +127,18 @@ def _rematted(cls: type, policy: Policy | AskedPolicy) -> type:
         name: getattr(cls, name) for name in ("__qualname__", "__module__", "__doc__")
     }
     namespace["__call__"] = remat_function(cls.__call__, policy)
+
+    def __reduce_ex__(self, protocol):  # pickle would look for the class by its name
+        _, _, *state = object.__reduce_ex__(self, max(protocol, 2))
+        return _new, (cls, policy), *state
+
+    namespace["__reduce_ex__"] = __reduce_ex__
     return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _new(cls: type, policy: Policy | AskedPolicy) -> Any:
+    """A rematted module without attributes, for pickle and copy to fill."""
+    return object.__new__(_rematted(cls, policy))
 
 
 def _explained(fn: Callable[..., Any]) -> Callable[..., Any]:

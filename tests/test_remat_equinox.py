@@ -1,6 +1,8 @@
 """remat of Equinox: modules, classes, methods, with state, flags and static leaves."""
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 
 import jax
@@ -196,3 +198,12 @@ def test_errors_are_one_line():
 
     with pytest.raises(TypeError, match="Weights has no __call__"):
         remat(Weights(X), "full")
+
+
+@pytest.mark.parametrize("again", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy])
+def test_a_rematted_module_is_pickled_and_copied(again):
+    layer = remat(eqx.nn.Linear(4, 4, key=jax.random.key(0)), "dots_saveable")
+    other = again(layer)
+    assert type(other) is type(layer)
+    assert jax.tree.structure(other) == jax.tree.structure(layer)
+    assert (other(jnp.ones(4)) == layer(jnp.ones(4))).all()

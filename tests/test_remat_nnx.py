@@ -1,6 +1,8 @@
 """remat of Flax NNX: modules, classes, methods, and modules as arguments."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -308,3 +310,13 @@ def test_errors_are_one_line():
         remat(Counting(), "full")(X)
     with pytest.raises(TypeError, match="Dropless has no __call__"):
         remat(type("Dropless", (nnx.Module,), {}), "full")
+
+
+@pytest.mark.parametrize(
+    "again", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy]
+)
+def test_a_rematted_module_is_pickled_and_copied(again):
+    layer = remat(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "full")
+    other = again(layer)
+    assert type(other) is type(layer)
+    assert (other(jnp.ones(4)) == layer(jnp.ones(4))).all()
