@@ -13,22 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxckpt import Policy, PolicyError, compat, remat
 from jaxckpt.jax_policies import names_in, read_policy
 
+from .small_block import BOTH, W, X, block, gradient, loss
+
 SAVE = jax.checkpoint_policies
-X = jnp.linspace(-1, 1, 12).reshape(4, 3)
-W = jnp.linspace(-0.5, 1, 9).reshape(3, 3)
-BOTH = jnp.stack([W, W.T])
-
-
-def block(x, w):
-    return jnp.tanh(checkpoint_name(jnp.sin(x) @ w, "h")) @ w.T
-
-
-def loss(fn):
-    return lambda *args: jnp.sum(fn(*args) ** 2)
-
-
-def gradient(fn):
-    return jax.value_and_grad(loss(fn), argnums=(0, 1))
 
 
 @pytest.fixture(params=["full", "save:h"])

@@ -18,24 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxckpt import compat, remat, split_layers, stack
 
+from .small_block import BOTH, W, X, block, gradient, loss
+
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 POLICIES = ["full", "save:h"]
-X = jnp.linspace(-1, 1, 12).reshape(4, 3)
-W = jnp.linspace(-0.5, 1, 9).reshape(3, 3)
-BOTH = jnp.stack([W, W.T])
-
-
-def block(x, w):
-    return jnp.tanh(checkpoint_name(jnp.sin(x) @ w, "h")) @ w.T
-
-
-def loss(fn):
-    return lambda *args: jnp.sum(fn(*args) ** 2)
-
-
-def gradient(fn):
-    return jax.value_and_grad(loss(fn), argnums=(0, 1))
 
 
 @pytest.fixture(params=POLICIES)
