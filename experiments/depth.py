@@ -42,9 +42,10 @@ from jaxckpt import pictures
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.layers import layer_plan, sqrt_group
+from jaxckpt.layout import split_layers
 from jaxckpt.planner.functions import plan as make_plan
 from jaxckpt.schedules.revolve import extra_forwards
-from jaxckpt.stack import split_layers, stack
+from jaxckpt.stack import stack
 
 DIM, HIDDEN, TOKENS = 16, 64, 16384
 DEPTHS = (4, 8, 16, 32, 64, 128, 256)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxckpt.layers import Grouping, LayerPlan, Run, layer_plan, parse_layers
+    from jaxckpt.layout import join_layers, merge_layers, split_layers
     from jaxckpt.linen import Stack
     from jaxckpt.naming import NamedValue, list_names
     from jaxckpt.planner.functions import plan
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from jaxckpt.planner.solve import Infeasible
     from jaxckpt.policies import Policy, PolicyError, parse_policy
     from jaxckpt.remat import remat
-    from jaxckpt.stack import join_layers, merge_layers, split_layers, stack
+    from jaxckpt.stack import stack
 
 _HOME = {
     "Policy": "policies",
@@ -41,9 +42,9 @@ _HOME = {
     "list_names": "naming",
     "remat": "remat",
     "stack": "stack",
-    "split_layers": "stack",
-    "join_layers": "stack",
-    "merge_layers": "stack",
+    "split_layers": "layout",
+    "join_layers": "layout",
+    "merge_layers": "layout",
     "Stack": "linen",
     "plan": "planner.functions",
     "Plan": "planner.plan",

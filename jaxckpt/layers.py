@@ -31,6 +31,11 @@ class Run:
     Attributes:
       count: how many times the body runs; the trip count of the scan.
       body: the policy of a single layer, or the runs inside one group.
+
+    Example:
+      >>> layers = Run(3, parse_policy("save:context"))
+      >>> str(LayerPlan((Run(2, (layers,)), Run(1, NONE))))
+      '2x3xsave:context+1xnone'
     """
 
     count: int
@@ -119,6 +124,10 @@ class Grouping:
     Attributes:
       size: layers per checkpointed group, or ``"sqrt"``.
       policy: the policy of each layer inside its group.
+
+    Example:
+      >>> layer_plan(Grouping(4, parse_policy("save:context")), num_layers=10)
+      LayerPlan('2x4xsave:context+1x2xsave:context')
     """
 
     size: int | Literal["sqrt"]

@@ -24,12 +24,13 @@ import jax.numpy as jnp
 from jaxckpt.automatic_names import with_automatic_names
 from jaxckpt.jax_policies import jax_policy
 from jaxckpt.layers import Layers, layer_plan
+from jaxckpt.layout import split_layers
 from jaxckpt.loops import Loop, Part, loops_of
 from jaxckpt.modules import is_bound_linen
 from jaxckpt.naming import list_names
 from jaxckpt.policies import NONE, Policy, is_automatic, unknown_names
 from jaxckpt.remat import split_static
-from jaxckpt.stack import in_turn, split_layers
+from jaxckpt.stack import in_turn
 
 LAYER_AXIS = "layers"  # logical name of the stacked axis in partitioned parameters
 

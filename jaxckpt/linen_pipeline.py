@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt.layers import Layers, Run, layer_plan
+from jaxckpt.layout import join_layers, merge_layers, split_layers
 from jaxckpt.linen import LAYER_AXIS, layer_keys, make_block
 from jaxckpt.pipeline import pipeline
 from jaxckpt.remat import split_static
 from jaxckpt.schedules.pipeline import PipelineSchedule
-from jaxckpt.stack import join_layers, merge_layers, split_layers, stack
+from jaxckpt.stack import stack
 
 STAGE_AXIS = "stages"  # logical names of the leading axes of parameters
 REPEAT_AXIS = "repeats"

@@ -76,6 +76,19 @@ class Monitor:
 
     Not for: a whole run's timeline (`jax.profiler.trace` is), or while another profiler
     is running: the monitor then says so, and stays off.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> w = jnp.ones((64, 64))
+      >>> step = jax.jit(jax.grad(lambda w: jnp.sin(w @ w).sum())).lower(w).compile()
+      >>> monitor = Monitor(step, every=100)
+      >>> for number in range(3):
+      ...     with monitor.step(number) as seen:
+      ...         out = step(w)
+      ...     print(seen.metrics)  # filled in one step of a hundred
+      {}
+      {}
+      {}
     """
 
     def __init__(

@@ -28,6 +28,12 @@ class NamedValue:
       shape: its shape, as the function sees it (inside a scan: of one iteration).
       dtype: its dtype's name.
       nbytes: its size in bytes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> list_names(lambda x: checkpoint_name(jnp.sin(x), "wave"), jnp.ones(3))
+      [NamedValue(name='wave', shape=(3,), dtype='float32', nbytes=12)]
     """
 
     name: str

@@ -37,7 +37,15 @@ _OF_A_STACK = re.compile(
 
 
 class PolicyError(ValueError):
-    """A policy, value name or layer plan that cannot be what was meant. One line."""
+    """A policy, value name or layer plan that cannot be what was meant. One line.
+
+    Example:
+      >>> try:
+      ...     parse_policy("dots_savable")
+      ... except PolicyError as error:
+      ...     print(str(error).partition(" Known")[0])
+      unknown policy 'dots_savable'. Did you mean 'dots_saveable'?
+    """
 
 
 def is_automatic(name: str) -> bool:

@@ -1,20 +1,9 @@
 """Run a stack of equal layers under a layer plan, on plain functions.
 
 Each run of a plan is one `lax.scan` over checkpointed layers; a group is a
-checkpointed function that scans again. Weights live in the *split layout*, in
+checkpointed function that scans again. Weights live in the split layout of `layout`, in
 which every run owns an array of its own: slicing one stacked array inside a
 training step would copy the weights and their gradients.
-
-Split layout of a pytree of per-layer values (weights, keys, ...):
-  ``{"run_0": tree, "run_1": {"run_0": tree}, ...}`` with leaves of shape
-  (count, ...) for a run of layers and (count, inner count, ...) inside a group;
-  unrolled (``scan=False``) it is ``{"layer_0": tree, "layer_1": tree, ...}``.
-  Of layers of several kinds in turn a run is ``{"part_0": tree, "part_1": tree}``,
-  and what it leaves of a period at its end is a run of its own: see `loops`.
-  What is no array in a layer (a flag, a function) is the same in all of a run.
-
-The canonical layout, which does not depend on the plan, is the list of per-layer
-trees: `join_layers` and `merge_layers` go between the two.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 
@@ -31,9 +18,10 @@ from jaxckpt import compat
 from jaxckpt.automatic_names import name_values
 from jaxckpt.carry import Body, keeps_carry, returns_pair
 from jaxckpt.layers import LayerPlan, Layers, Run, layer_plan
+from jaxckpt.layout import check_layout, merge_layers
 from jaxckpt.loops import Loop, Part, layer_parts, loops_of
 from jaxckpt.modules import refuse_closed_over, refuse_nnx
-from jaxckpt.naming import NamedValue, is_array, list_names
+from jaxckpt.naming import NamedValue, list_names
 from jaxckpt.policies import FULL, Policy, PolicyError, unknown_names
 from jaxckpt.remat import checkpoint, split_static
 
@@ -77,6 +65,7 @@ def stack(
 
     Example:
       >>> import jax.numpy as jnp
+      >>> from jaxckpt import join_layers, split_layers
       >>> def layer(x, w):
       ...     return jnp.tanh(x @ w), None
       >>> weights = jnp.full((7, 8, 8), 0.1)
@@ -120,7 +109,7 @@ def stack(
 
     def run_stack(carry, values):
         refuse_nnx((carry, values))
-        _check_layout(values, plan, scan, kinds)
+        check_layout(values, plan, scan, kinds)
         layers = _LayersInTurn(bodies)
         if check_values:
             check_values(_names(bodies, carry, values, plan, scan)[0])
@@ -248,134 +237,6 @@ def in_turn(given: Any, num_layers: int, *, is_planned: bool) -> tuple[Any, ...]
     return makers
 
 
-def split_layers(
-    values: Tree,
-    plan: str | Layers,
-    num_layers: int,
-    *,
-    scan: bool = True,
-    kinds: int = 1,
-) -> dict[str, Tree]:
-    """Brings per-layer values into the layout that a plan runs on.
-
-    Call it where the weights are made, not inside the training step: it copies.
-
-    Args:
-      values: a pytree whose leaves are stacked, (num_layers, ...).
-      plan, num_layers, scan: as given to `stack`.
-      kinds: how many layer functions `stack` was given.
-    """
-    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(values)}
-    if sizes - {(num_layers,)}:
-        raise PolicyError(
-            f"per-layer values need a leading axis of {num_layers}, not "
-            f"{sorted(sizes - {(num_layers,)})[0]}; join_layers takes a list of layers"
-        )
-    layers = [
-        jax.tree.map(lambda leaf, i=i: leaf[i], values) for i in range(num_layers)
-    ]
-    return join_layers(layers, plan, num_layers, scan=scan, kinds=kinds)
-
-
-def join_layers(
-    layers: Sequence[Tree],
-    plan: str | Layers,
-    num_layers: int,
-    *,
-    scan: bool = True,
-    kinds: int = 1,
-) -> dict[str, Tree]:
-    """Brings a list of per-layer trees (the canonical layout) into a plan's layout.
-
-    As `split_layers`, for layers that are not stacked; undoes `merge_layers`. A tree
-    may be an Equinox module: arrays are stacked, and what is no array stays.
-
-    Raises:
-      PolicyError: layers of one kind whose trees, or what is no array in them, differ.
-    """
-    refuse_nnx(layers)
-    plan = layer_plan(plan, num_layers)
-    if not isinstance(layers, Sequence):
-        raise PolicyError(f"layers are a list of trees, one per layer, not {layers!r}")
-    if len(layers) != num_layers:
-        raise PolicyError(f"{len(layers)} layers for a stack of {num_layers}")
-    if not scan:
-        return {f"layer_{index}": layer for index, layer in enumerate(layers)}
-    loops = loops_of(plan.runs, kinds)
-    _check_alike(layers, kinds)
-    return _split_loops(loops, list(layers))
-
-
-def merge_layers(
-    split: dict[str, Tree],
-    plan: str | Layers,
-    num_layers: int,
-    *,
-    scan: bool = True,
-    kinds: int = 1,
-) -> list[Tree]:
-    """The list of per-layer trees of values in split layout; undoes `join_layers`."""
-    plan = layer_plan(plan, num_layers)
-    _check_layout(split, plan, scan, kinds)
-    if not scan:
-        return [split[f"layer_{index}"] for index in range(num_layers)]
-    return _merge_loops(loops_of(plan.runs, kinds), split)
-
-
-def layout_keys(plan: LayerPlan, *, scan: bool, kinds: int = 1) -> list[str]:
-    """The top-level keys of the split layout, in order."""
-    if scan:
-        return [f"run_{index}" for index in range(len(loops_of(plan.runs, kinds)))]
-    return [f"layer_{index}" for index in range(plan.num_layers)]
-
-
-def _check_layout(values: Tree, plan: LayerPlan, scan: bool, kinds: int) -> None:
-    """Refuses values that are not in a plan's split layout."""
-    expected = layout_keys(plan, scan=scan, kinds=kinds)
-    keys = list(values) if isinstance(values, dict) else type(values).__name__
-    if set(keys) == set(expected):
-        if not scan or _is_split(values, loops_of(plan.runs, kinds)):
-            return
-        keys = {
-            key: [getattr(leaf, "shape", leaf) for leaf in jax.tree.leaves(tree)[:1]]
-            for key, tree in list(values.items())[:3]
-        }
-    in_turn = f" over {kinds} kinds of layers" if kinds > 1 else ""
-    raise PolicyError(
-        f"values are not in the layout of {plan}{in_turn}: expected "
-        f"{{{', '.join(expected[:3])}, ...}}, got {keys}; use split_layers"
-    )
-
-
-def _is_split(
-    values: Tree, loops: Sequence[Loop], around: tuple[int, ...] = ()
-) -> bool:
-    """Whether values are in split layout, at any depth, and of its trip counts."""
-
-    def has_keys(tree, keys):
-        return isinstance(tree, dict) and set(tree) == set(keys)
-
-    def of_part(part: Part, tree, trips: tuple[int, ...]) -> bool:
-        if part.loops:
-            return _is_split(tree, part.loops, trips)
-        leaves = filter(is_array, jax.tree.leaves(tree))
-        return all(tuple(leaf.shape[: len(trips)]) == trips for leaf in leaves)
-
-    def of_loop(loop: Loop, tree) -> bool:
-        trips = (*around, loop.trips)
-        if len(loop.parts) == 1:
-            return of_part(loop.parts[0], tree, trips)
-        parts = dict(loop.named_parts())
-        return has_keys(tree, parts) and all(
-            of_part(part, tree[key], trips) for key, part in parts.items()
-        )
-
-    keyed = {f"run_{index}": loop for index, loop in enumerate(loops)}
-    return has_keys(values, keyed) and all(
-        of_loop(loop, values[key]) for key, loop in keyed.items()
-    )
-
-
 def _scan_loops(layers: _LayersInTurn, loops: Sequence[Loop], carry, values):
     outputs = {}
     for index, loop in enumerate(loops):
@@ -438,57 +299,3 @@ def _unroll(layers: _LayersInTurn, plan: LayerPlan, carry, values):
     carry, found = run_layers(plan.runs, 0, carry)
     outputs = {f"layer_{index}": output for index, output in enumerate(found)}
     return carry, outputs
-
-
-def _split_loops(loops: Sequence[Loop], layers: list[Tree]) -> dict[str, Tree]:
-    split, rest = {}, iter(layers)
-    for index, loop in enumerate(loops):
-        trips = []
-        for _ in range(loop.trips):
-            parts = {}
-            for key, part in loop.named_parts():
-                chunk = [next(rest) for _ in range(part.num_layers)]
-                parts[key] = _split_loops(part.loops, chunk) if part.loops else chunk[0]
-            trips.append(parts if len(parts) > 1 else parts["part_0"])
-        split[f"run_{index}"] = jax.tree.map(_stack_leaves, *trips)
-    return split
-
-
-def _merge_loops(loops: Sequence[Loop], split: dict[str, Tree]) -> list[Tree]:
-    layers = []
-    for index, loop in enumerate(loops):
-        for i in range(loop.trips):
-            trip = jax.tree.map(
-                lambda leaf, i=i: leaf[i] if is_array(leaf) else leaf,
-                split[f"run_{index}"],
-            )
-            for key, part in loop.named_parts():
-                tree = trip[key] if len(loop.parts) > 1 else trip
-                layers += _merge_loops(part.loops, tree) if part.loops else [tree]
-    return layers
-
-
-def _check_alike(layers: Sequence[Tree], kinds: int) -> None:
-    """Layers of a kind have one structure, in which what is no array is equal."""
-    for index in range(kinds, len(layers)):
-        (arrays, static), (like, like_static) = (
-            _structure(layers[place]) for place in (index, index % kinds)
-        )
-        if arrays != like or static != like_static:
-            raise PolicyError(
-                f"layer {index} is not built like layer {index % kinds}: layers that "
-                "differ in turn are a list of layer functions, and kinds their number"
-            )
-
-
-def _structure(layer: Tree):
-    leaves, treedef = jax.tree.flatten(layer)
-    static = [tuple(x.shape) if is_array(x) else ("static", x) for x in leaves]
-    return treedef, static
-
-
-def _stack_leaves(*leaves):
-    if not is_array(leaves[0]):
-        return leaves[0]
-    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
-    return np.stack(leaves) if on_host else jnp.stack(leaves)

@@ -13,6 +13,7 @@ from jax.extend import core as jex_core
 from jaxckpt.automatic_names import name_values, with_automatic_names
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.targets import KINDS
+from jaxckpt.layout import split_layers
 from jaxckpt.linen import Stack
 from jaxckpt.models.presets import model_config
 from jaxckpt.models.transformer import Block
@@ -20,7 +21,7 @@ from jaxckpt.naming import list_names
 from jaxckpt.planner.graph import block_graph
 from jaxckpt.policies import Policy, PolicyError, is_automatic
 from jaxckpt.remat import remat
-from jaxckpt.stack import split_layers, stack
+from jaxckpt.stack import stack
 
 X = jnp.linspace(-1, 1, 32).reshape(4, 8)
 W = jnp.linspace(-1, 1, 128).reshape(8, 16)

@@ -33,3 +33,9 @@ else:
 def test_every_public_name_imports():
     for name in jaxckpt.__all__:
         assert getattr(jaxckpt, name).__name__ == name
+
+
+def test_every_public_name_has_an_example():
+    """Which the suite runs, as all doctests."""
+    for name in jaxckpt.__all__:
+        assert ">>> " in (getattr(jaxckpt, name).__doc__ or ""), name

@@ -7,7 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxckpt import PolicyError, layer_plan, stack
-from jaxckpt.stack import join_layers, merge_layers, split_layers
+from jaxckpt.layout import join_layers, merge_layers, split_layers
 
 WIDTH = 8
 QUICK = {"xla_backend_optimization_level": 0}  # compiles in half the time

@@ -8,8 +8,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxckpt import PolicyError, Stack, layer_plan, plan, stack
+from jaxckpt.layout import join_layers, merge_layers
 from jaxckpt.loops import loops_of
-from jaxckpt.stack import join_layers, merge_layers
 
 WIDTH = 8
 QUICK = {"xla_backend_optimization_level": 0}  # compiles in half the time
@@ -135,7 +135,7 @@ CASES = [
             (7, 2, "revolve:3"),
             (7, 3, "dots_saveable"),
             (11, 3, "every:2"),
-            (1, 2, "full"),
+            (2, 2, "full"),
             (3, 3, "sqrt"),
         ]
     ],

@@ -31,7 +31,8 @@ from jaxckpt.checks.check import (
 from jaxckpt.checks.sizes import StackSizes
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.layers import LayerPlan, layer_plan
-from jaxckpt.stack import merge_layers, split_layers, stack
+from jaxckpt.layout import merge_layers, split_layers
+from jaxckpt.stack import stack
 
 TOLERANCE = 1e-6  # of the largest entry: float32, where programs sum in one order
 ANY_ORDER = 1e-5  # elsewhere: a GPU's matmuls are chosen by timing, program by program

@@ -14,6 +14,7 @@ from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.memory import compile_step, memory_bytes
 from jaxckpt.compiler.targets import KINDS, GpuKind, Target, parse_target
 from jaxckpt.layers import layer_plan
+from jaxckpt.layout import split_layers
 from jaxckpt.modules import refuse_nnx
 from jaxckpt.naming import aval_bytes, is_array
 from jaxckpt.planner.frontier import frontier
@@ -33,7 +34,7 @@ from jaxckpt.segments import (
     run_stages,
     stages,
 )
-from jaxckpt.stack import split_layers, stack
+from jaxckpt.stack import stack
 from jaxckpt.units import check_budget, parse_bytes
 
 NOMINAL = "h100"  # whose rates stand in for a device that is not known

@@ -52,6 +52,18 @@ class Plan:
 
     Use it wherever a policy is taken: ``remat(fn, plan)``, ``stack(block, plan, 32)``,
     ``train --plan=plan.json``, ``report --policies plan.json``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxckpt import plan
+      >>> def loss(x, w):
+      ...     return jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+      >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
+      >>> made = plan(loss, x, w, budget="1MiB", target="cpu")
+      >>> made.recompute_fraction, made.solver["status"]
+      (0.0, 'optimal')
+      >>> made.compiled["device_total_bytes"] <= made.budget_bytes == 2**20
+      True
     """
 
     layer_plan: str

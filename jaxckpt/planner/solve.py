@@ -107,7 +107,18 @@ class Choice:
 
 
 class Infeasible(ValueError):
-    """No choice fits the budget. One line."""
+    """No choice fits the budget. One line.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxckpt import plan
+      >>> x = jnp.ones(1000)
+      >>> try:
+      ...     plan(lambda x: jnp.tanh(x).sum(), x, budget=100, target="cpu")
+      ... except Infeasible as error:
+      ...     print(str(error)[:28])
+      100 B per device do not hold
+    """
 
 
 def evaluate(

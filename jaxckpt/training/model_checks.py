@@ -25,9 +25,10 @@ from jaxckpt.checks.sizes import round_up
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.hlo import parse_hlo
 from jaxckpt.compiler.memory import compile_step
+from jaxckpt.layout import split_layers
 from jaxckpt.models.attention import attention, choose_attention
 from jaxckpt.models.presets import ModelConfig, model_config
-from jaxckpt.stack import split_layers, stack
+from jaxckpt.stack import stack
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.sharding import make_placement
 from jaxckpt.training.step import make_program

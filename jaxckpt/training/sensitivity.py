@@ -22,9 +22,9 @@ import numpy as np
 from jaxckpt.compiler.memory import compile_step
 from jaxckpt.compiler.residuals import block_residuals
 from jaxckpt.layers import LayerPlan, Run
+from jaxckpt.layout import merge_layers
 from jaxckpt.policies import FULL, NONE, Policy
 from jaxckpt.remat import checkpoint
-from jaxckpt.stack import merge_layers
 from jaxckpt.training.config import SELECTIVE, TrainConfig
 from jaxckpt.training.inspect import one_layer
 from jaxckpt.training.job import Job, ask

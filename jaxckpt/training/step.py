@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxckpt.layers import LayerPlan
+from jaxckpt.layout import join_layers, merge_layers
 from jaxckpt.linen_pipeline import join_chunks, merge_chunks
 from jaxckpt.models.transformer import Transformer
-from jaxckpt.stack import join_layers, merge_layers
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.gradients import make_gradients, make_model
 from jaxckpt.training.host_memory import host_memory

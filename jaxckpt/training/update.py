@@ -23,8 +23,8 @@ import optax
 from jax import lax
 
 from jaxckpt.layers import LayerPlan, Run
+from jaxckpt.layout import layout_keys
 from jaxckpt.schedules.pipeline import PipelineSchedule
-from jaxckpt.stack import layout_keys
 from jaxckpt.training.host_memory import HostMemory
 
 

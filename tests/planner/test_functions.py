@@ -14,9 +14,10 @@ import pytest
 import jaxckpt
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.layers import layer_plan
+from jaxckpt.layout import split_layers
 from jaxckpt.planner import functions
 from jaxckpt.planner.solve import Infeasible
-from jaxckpt.stack import split_layers, stack
+from jaxckpt.stack import stack
 
 from . import foreign
 
