@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.common import CACHE, folder, options_of, write
+from experiments.common import CACHE, check_compiler, folder, options_of, write
 from jaxckpt import pictures
 from jaxckpt.models.presets import model_config
 from jaxckpt.training.collective_table import collective_table, total_sent
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
     out = folder(options)
+    check_compiler(options.target)
     options.layers = 2 if options.fast else options.layers
     console = Console(width=110)
     results = []

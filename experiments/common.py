@@ -2,17 +2,22 @@
 
 An experiment's file begins with its question, its command, how long it takes and what
 is expected. It writes NAME.json and NAME.png into ``--out``, and ends with exit code 1
-when something did not come out as expected. ``--fast`` makes it smaller.
+when something did not come out as expected, or at once with 2 and one line when what it
+needs is not installed. ``--fast`` makes it smaller.
 """
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import sys
 from pathlib import Path
 from typing import Any
+
+from jaxckpt.command_line import fail
+from jaxckpt.compiler.targets import TargetError, check_installed, parse_target
 
 RESULTS = Path(__file__).parent / "results"
 CACHE = Path("runs/experiments-cache")  # of compiled rows, by content
@@ -30,10 +35,27 @@ def options_of(doc: str | None) -> argparse.ArgumentParser:
 
 
 def folder(options: argparse.Namespace) -> Path:
-    """Where results go: small ones never in the place of whole ones."""
+    """Where results go: small ones never in the place of whole ones.
+
+    Ends the process, with exit code 2, where a picture cannot be drawn later.
+    """
+    if not importlib.util.find_spec("matplotlib"):
+        fail(_program(), "needs matplotlib: pip install 'jaxckpt[plot]'", code=2)
     out = options.out or (RESULTS / "fast" if options.fast else RESULTS)
     out.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def check_compiler(target: str) -> None:
+    """Ends the process, with exit code 2, where a target cannot be compiled for."""
+    try:
+        check_installed(parse_target(target))
+    except TargetError as error:
+        fail(_program(), str(error), code=2)
+
+
+def _program() -> str:
+    return f"experiments.{Path(sys.argv[0]).stem}"
 
 
 def versions() -> dict[str, str]:

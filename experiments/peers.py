@@ -18,7 +18,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.common import finish, folder, options_of, write
+from experiments.common import check_compiler, finish, folder, options_of, write
 from jaxckpt.command_line import choose_platform
 
 choose_platform()
@@ -133,6 +133,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     options = options_of(__doc__).parse_args()
     out = folder(options)
+    check_compiler("h100:1")
     found, rows = graph(), []
     for group in PEER["points"]:
         for saved, flops in group["saved_bytes_and_recompute_flops"]:

@@ -51,6 +51,7 @@ POLICIES = (
 )
 FEW = ("none", "nothing_saveable", "dots_saveable", "sqrt", "2xnone+2xsave:context")
 FIRST, LATER = 1e-6, 1e-4  # relative differences of a loss
+_ZERO = 1e-8  # where a difference of 0 is drawn on the logarithmic axis
 
 
 def losses(config: TrainConfig, corpus: Corpus) -> list[float]:
@@ -105,24 +106,37 @@ def draw(runs: dict[str, list[float]], path: Path) -> None:
     figure = pictures.new_figure(8, 6.4)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1.3, 1))
     steps = range(1, len(runs["none"]) + 1)
-    dashes = ("-", "--", ":")
     for number, (policy, found) in enumerate(runs.items()):
         style = {
-            "color": pictures.COLORS[number % 7], "linestyle": dashes[number // 7],
-            "marker": pictures.MARKERS[number % 7], "markevery": (number, 12),
-            "markersize": 6, "linewidth": 1.2,
+            "color": pictures.COLORS[number % 7], "marker": pictures.MARKERS[number],
+            "linestyle": "none", "markersize": 7,
+            "fillstyle": "none" if number % 2 else "full",
         }  # fmt: skip
-        above.plot(steps, found, label=policy, **style)
-    away = [
-        max(
-            abs(found[step - 1] / runs["none"][step - 1] - 1) for found in runs.values()
-        )
-        for step in steps
-    ]
-    below.plot(steps, away, "o-", color="black", markersize=4, linewidth=1)
+        above.plot(steps, found, label=policy, markevery=(number, len(runs)), **style)
+    above.plot(steps, runs["none"], color="#888888", linewidth=0.8, zorder=0)
+    away = {
+        step: max(abs(found[step - 1] / none - 1) for found in runs.values())
+        for step, none in zip(steps, runs["none"], strict=True)
+    }
+    apart = [step for step in steps if away[step]]
+    equal = [step for step in steps if not away[step]]
+    below.plot(apart, [away[step] for step in apart], "o", color="black", markersize=4)
+    below.plot(
+        equal, [_ZERO] * len(equal), "o", color="black", markersize=4, fillstyle="none"
+    )
     above.set_ylabel("loss, nats per byte")
     below.set_yscale("log")
     below.axhline(LATER, color=pictures.LIMIT_COLOR, linestyle="--")
+    below.annotate(
+        f"limit {LATER:.0e}", (1, LATER), (0, -11), textcoords="offset points",
+        fontsize=9, color=pictures.LIMIT_COLOR,
+    )  # fmt: skip
+    powers = range(-7, -3)
+    below.set_yticks(
+        [_ZERO, *(10.0**power for power in powers)],
+        ["0, to the bit", *(f"$10^{{{power}}}$" for power in powers)],
+    )
+    below.minorticks_off()
     below.set_ylabel("largest relative difference\nto none, of all policies")
     below.set_xlabel("step")
     for axes in (above, below):

@@ -242,7 +242,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 width=0.19, color=pictures.COLORS[number], edgecolor="white",
                 hatch=("", "////", "....", "xx")[number], label=label,
             )  # fmt: skip
-        names = [row["policy"].replace("_with_", "\nwith_") for row in rows]
+        names = [row["policy"].replace("_batch_", "_\nbatch_") for row in rows]
         axes.set_xticks(range(len(rows)), names, fontsize=9)
         axes.tick_params(labelbottom=True)
         axes.set_ylabel("% of the step")

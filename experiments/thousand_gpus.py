@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.common import finish, folder, options_of, write
+from experiments.common import check_compiler, finish, folder, options_of, write
 from jaxckpt import pictures
 from jaxckpt.compiler.targets import parse_target
 
@@ -121,6 +121,7 @@ def draw(plans: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
     options = options_of(__doc__).parse_args()
     out = folder(options)
+    check_compiler("h100:8")
     plans = {}
     for name, arguments in (FEW if options.fast else PLANS).items():
         (target,) = [a.partition("=")[2] for a in arguments if a.startswith("--target")]

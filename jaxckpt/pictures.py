@@ -5,6 +5,8 @@ hatches and markers stand beside them, for print in gray. matplotlib is imported
 something is drawn: ``pip install 'jaxckpt[plot]'``.
 """
 
+import math
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,7 @@ from jaxckpt.compiler.timeline import KINDS, Kind, Timeline
 from jaxckpt.units import format_bytes
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#B8A800")
-MARKERS = "os^DvPX"
+MARKERS = "os^DvPX<>*hp"
 LIMIT_COLOR = "#D55E00"
 
 _KIND_STYLE: dict[Kind, tuple[str, str]] = {
@@ -32,7 +34,8 @@ _KIND_LABEL: dict[Kind, str] = {
     "backward": "made by the backward pass",
     "other": "optimizer and other",
 }
-_PEAK_SHOWN = 6
+_PEAK_SHOWN = 5
+_COLUMNS = 3
 _NAMES_SHOWN = 11
 _MEMORY = "on one device, compiled: arguments (gray), temporary (hatched)"
 _HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo", "----", "||||")
@@ -63,6 +66,19 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
+def wrap(policy: str, width: int) -> str:
+    """A policy over lines of a width, broken behind commas, slashes and plus signs.
+
+    Example:
+      >>> print(wrap("save:query_proj,context/offload:mlpwi_0", 24))
+      save:query_proj,context/
+      offload:mlpwi_0
+    """
+    spaced = re.sub(r"([,/+])", r"\1 ", policy)
+    lines = textwrap.wrap(spaced, width, break_on_hyphens=False)
+    return "\n".join(line.replace(" ", "") for line in lines)
+
+
 def byte_unit(largest: int) -> tuple[int, str]:
     """What to divide bytes by for an axis, and what to call it."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -76,6 +92,9 @@ def draw_timelines(
 ) -> None:
     """Draws what is live when in a step's schedule, a panel for each policy.
 
+    Each panel is filled to a third at least: those of much smaller programs have a
+    smaller scale, and say so.
+
     Args:
       rows: with ``policy``; ``timeline``, of
         `jaxckpt.compiler.timeline.Timeline.as_dict`; ``peak``, a list of
@@ -84,24 +103,35 @@ def draw_timelines(
       title: what was compiled, and for which devices.
     """
     lines = [Timeline.from_dict(row["timeline"]) for row in rows]
-    largest = max(max(line.total) for line in lines)
-    size, unit = byte_unit(largest)
-    figure = new_figure(8, 1.1 + 2.5 * len(rows))
+    peaks = [max(line.total) for line in lines]
+    size, unit = byte_unit(max(peaks))
+    columns = _COLUMNS if len(rows) != 4 else 2
+    columns = min(columns, len(rows))
+    blocks = math.ceil(len(rows) / columns)
+    figure = new_figure(8, 1.2 + 3.75 * blocks)
     grid = figure.subplots(
-        len(rows), 2, squeeze=False, sharey="col", width_ratios=(4.6, 3)
+        2 * blocks, columns, squeeze=False, height_ratios=(2.3, 1) * blocks
     )
-    for (axes, margin), row, line in zip(grid, rows, lines, strict=True):
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for number, (row, line) in enumerate(zip(rows, lines, strict=True)):
+        block, column = divmod(number, columns)
+        axes, below = grid[2 * block][column], grid[2 * block + 1][column]
+        axes.set_axis_on()
+        scale = max(peak for peak in peaks if peak <= 3 * peaks[number])
+        axes.set_ylim(0, 1.18 * scale / size)
         _draw_areas(axes, line, size)
-        axes.set_title(textwrap.fill(row["policy"], 70), loc="left", fontsize=10)
-        axes.set_ylabel(f"{unit}, per device")
         _draw_running(axes, line)
         _mark_peak(axes, line, size)
-        _list_peak(margin, row, max(line.total))
-        axes.set_ylim(0, 1.15 * largest / size)
-    grid[-1][0].set_xlabel(
-        "instructions in scheduled order, a loop's body once;\n"
-        "the strip: the phase that runs"
-    )
+        _list_peak(below, row, peaks[number])
+        larger = "" if scale == max(peaks) else f" (scale x {max(peaks) / scale:.2g})"
+        axes.set_title(
+            wrap(row["policy"], 84 // columns) + larger, loc="left", fontsize=9
+        )
+        axes.set_xlabel("instructions in scheduled order", fontsize=8)
+        axes.tick_params(labelsize=8)
+        if not column:
+            axes.set_ylabel(f"{unit}, per device", fontsize=9)
     used: list[Kind] = [
         kind for kind in KINDS if any(any(line.live[kind]) for line in lines)
     ]
@@ -109,7 +139,11 @@ def draw_timelines(
         handles=[_patch(*_KIND_STYLE[kind], _KIND_LABEL[kind]) for kind in used],
         loc="outside lower center", ncols=3, fontsize=9, frameon=False,
     )  # fmt: skip
-    figure.suptitle(f"{title}\nbytes live on one device, as compiled by XLA")
+    figure.suptitle(
+        f"{title}\nbytes live on one device, as compiled by XLA, a loop's body once; "
+        "strip and background: the phase that runs",
+        fontsize=10,
+    )
     save(figure, path)
 
 
@@ -130,8 +164,8 @@ def _draw_areas(axes: Any, line: Timeline, size: int) -> None:
 
 
 def _draw_running(axes: Any, line: Timeline) -> None:
-    """A strip under the axis: the phase that runs."""
-    strip = axes.inset_axes((0, -0.075, 1, 0.05), sharex=axes)
+    """A strip under the axis, and the background: the phase that runs."""
+    strip = axes.inset_axes((0, -0.1, 1, 0.07), sharex=axes)
     strip.set_axis_off()
     start = 0
     for index in range(1, len(line.position) + 1):
@@ -144,8 +178,12 @@ def _draw_running(axes: Any, line: Timeline) -> None:
             line.position[start], end, facecolor=color, hatch=hatch,
             edgecolor="white", linewidth=0,
         )  # fmt: skip
+        axes.axvspan(
+            line.position[start], end, facecolor=color, alpha=0.25, linewidth=0,
+            zorder=0,
+        )  # fmt: skip
         start = index
-    axes.tick_params(axis="x", pad=10)
+    axes.tick_params(axis="x", pad=16)
 
 
 def _mark_peak(axes: Any, line: Timeline, size: int) -> None:
@@ -153,26 +191,26 @@ def _mark_peak(axes: Any, line: Timeline, size: int) -> None:
     axes.plot(x, y, "v", color="black", markersize=7, clip_on=False)
     axes.axvline(x, color="black", linewidth=0.8, linestyle=":")
     axes.annotate(
-        f"peak {format_bytes(max(line.total))}", (x, y), (0, 7),
-        textcoords="offset points", fontsize=9,
+        f"peak {format_bytes(max(line.total))}", (x, y), (0, 6),
+        textcoords="offset points", fontsize=8,
         ha="left" if x < line.position[-1] / 2 else "right",
     )  # fmt: skip
 
 
 def _list_peak(axes: Any, row: dict[str, Any], total: int) -> None:
-    """Beside a panel: the largest values at the peak."""
-    axes.set_axis_off()
+    """Under a panel: the largest values at the peak."""
     axes.set_xlim(0, 1)
     lines = ["live at the peak"]
     largest = row["peak"][:_PEAK_SHOWN]
     for value in largest:
-        what = shorten(value["what"], 28)
+        what = value["what"]
+        what = what if len(what) <= 25 else f"...{what[-22:]}"  # its end says most
         lines.append(f"{format_bytes(value['bytes']):>10}  {what}")
     rest = total - sum(value["bytes"] for value in largest)
     lines.append(f"{format_bytes(max(rest, 0)):>10}  all others")
     lines.append(f"{format_bytes(row['device_total_bytes']):>10}  XLA allocates in all")
     axes.text(
-        0, 1, "\n".join(lines), va="top", fontsize=8, family="monospace",
+        0, 1, "\n".join(lines), va="top", fontsize=7, family="monospace",
         transform=axes.transAxes,
     )  # fmt: skip
 
@@ -187,16 +225,13 @@ def draw_kept(
       path: a .png, .svg or .pdf.
       title: of which model and devices.
     """
-    policies = [textwrap.fill(policy, 40) for policy in bars]
+    policies = [wrap(policy, 40) for policy in bars]
     lines = sum(policy.count("\n") + 1 for policy in policies)
     figure = new_figure(9, 2.4 + 0.32 * len(bars) + 0.14 * lines)
     axes = figure.subplots()
     draw_kept_bars(axes, bars)
     axes.set_yticks(range(len(bars)), policies, fontsize=9)
-    figure.legend(
-        handles=axes.get_legend_handles_labels()[0], loc="outside lower center",
-        ncols=3, fontsize=9, frameon=False,
-    )  # fmt: skip
+    _name_values(figure, axes)
     axes.set_title(f"{title}\nkept for the backward pass, counted", fontsize=11)
     save(figure, path)
 
@@ -219,10 +254,7 @@ def draw_receipt(receipt: dict[str, Any], path: Path | str) -> None:
     for axes, title in ((memory, _MEMORY), (kept, "kept, counted")):
         axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
         axes.set_title(title, loc="left", fontsize=10)
-    figure.legend(
-        handles=kept.get_legend_handles_labels()[0], loc="outside lower center",
-        ncols=3, fontsize=9, frameon=False,
-    )  # fmt: skip
+    _name_values(figure, kept)
     saving, costs = (
         receipt["step"][key] for key in ("activation_saving", "recompute_fraction")
     )
@@ -299,6 +331,17 @@ def draw_kept_bars(axes: Any, bars: Mapping[str, Sequence[dict[str, Any]]]) -> N
     axes.set_xlim(left=0)
     axes.set_xlabel(f"{unit} per device, all layers")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _name_values(figure: Any, axes: Any) -> None:
+    """The legend of kept bars, with whose the shapes in it are."""
+    handles, labels = axes.get_legend_handles_labels()
+    shapes = any("[" in label for label in labels)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False,
+        title="shapes: whole, of all devices together" if shapes else None,
+        title_fontsize=9,
+    )  # fmt: skip
 
 
 def _bar_style(number: int, location: str) -> dict[str, Any]:

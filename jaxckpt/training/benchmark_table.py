@@ -1,6 +1,5 @@
 """A benchmark for people: one table, what it does not know, and a picture."""
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save
+from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save, wrap
 from jaxckpt.training.report_table import _TIGHT
 from jaxckpt.units import format_bytes
 
@@ -147,28 +146,28 @@ def _remarks(result: dict[str, Any], good: list[dict[str, Any]]) -> list[str]:
 
 
 def draw_bench(result: dict[str, Any], path: Path) -> None:
-    """Draws device memory against step time, with quartiles and the device's limit."""
+    """Draws step time, with quartiles, against device memory, with its limit."""
     rows = [row for row in result["rows"] if row.get("device_total_bytes")]
     size, unit = _unit(rows)
-    names = [textwrap.fill(row["policy"], 72) for row in rows]
+    names = [wrap(row["policy"], 72) for row in rows]
     key_height = 0.25 * (sum(name.count("\n") + 1 for name in names) + 2)
     figure = new_figure(8, 4.6 + key_height)
     axes = figure.subplots()
     for number, (row, name) in enumerate(zip(rows, names, strict=True), 1):
-        x, y = row["step_ms"]["median"], row["device_total_bytes"] / size
+        x, y = row["device_total_bytes"] / size, row["step_ms"]["median"]
         low, high = row["step_ms"]["quartiles"]
         color = COLORS[(number - 1) % len(COLORS)]
-        spread = [[x - low], [high - x]]
-        axes.errorbar(x, y, xerr=spread, fmt="none", color=color, capsize=3)
+        spread = [[y - low], [high - y]]
+        axes.errorbar(x, y, yerr=spread, fmt="none", color=color, capsize=3)
         axes.plot(x, y, "o", color=color, markersize=9, label=f"{number}  {name}")
         if row["peak_bytes_in_use"] is not None:
             used = row["peak_bytes_in_use"] / size
-            axes.plot(x, used, "o", color=color, markersize=9, fillstyle="none")
-        # Numbers of points that may be close: above and below in turn.
-        offset, align = ((0, 7), "bottom") if number % 2 else ((0, -7), "top")
+            axes.plot(used, y, "o", color=color, markersize=9, fillstyle="none")
+        # Numbers of points that may be close: right and left in turn.
+        offset, align = ((7, 3), "left") if number % 2 else ((-7, 3), "right")
         axes.annotate(
             str(number), (x, y), offset, textcoords="offset points",
-            ha="center", va=align, size=9, color=color,
+            ha=align, va="bottom", size=9, color=color,
         )  # fmt: skip
     if any(row["peak_bytes_in_use"] is not None for row in rows):
         axes.plot(
@@ -176,15 +175,15 @@ def draw_bench(result: dict[str, Any], path: Path) -> None:
         )
     limit = result["memory_limit"]
     largest = max(row["device_total_bytes"] for row in rows)
-    if limit and limit < 4 * largest:  # else it would press all else to the floor
-        axes.axhline(
+    if limit and limit < 4 * largest:  # else it would press all else to one side
+        axes.axvline(
             limit / size, color=LIMIT_COLOR, linestyle="--",
             label=f"limit of {result['device']}: {format_bytes(limit)}",
         )  # fmt: skip
-    axes.set_xlabel("step time, ms (measured: median and quartiles)")
-    axes.set_ylabel(f"device memory, {unit} (compiled)")
+    axes.set_xlabel(f"device memory, {unit} (compiled)")
+    axes.set_ylabel("step time, ms (measured: median and quartiles)")
     axes.margins(x=0.1, y=0.12)
-    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
     axes.set_title(f"{result['model']} on {result['num_devices']} x {result['device']}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", fontsize=9, frameon=False)

@@ -8,13 +8,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxckpt.compiler.targets import parse_target
 from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save, shorten
 from jaxckpt.planner.frontier import hull
 from jaxckpt.planner.solve import evaluate
 from jaxckpt.policies import parse_policy
 from jaxckpt.receipt import host_bytes
 from jaxckpt.training.mesh_search import MeshEstimate
-from jaxckpt.training.planning import PlannedRun
+from jaxckpt.training.planning import NOMINAL, PlannedRun
 from jaxckpt.units import format_bytes, format_milliseconds
 
 _MESHES = 8  # of a ranking, shown
@@ -47,8 +48,13 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     elif bound:
         console.print(
             f"At most {cost / bound - 1:.1%} above the lower bound of any plan "
-            "within this budget (estimated)."
+            f"within this budget (estimated{_rates(plan.target)})."
         )
+
+
+def _rates(target: str) -> str:
+    """Whose rates the model's seconds are of, where they are not the target's own."""
+    return "" if parse_target(target).kind else f" at an {NOMINAL.upper()}'s rates"
 
 
 def print_meshes(meshes: Sequence[MeshEstimate], console: Console) -> None:
@@ -85,8 +91,8 @@ def print_meshes(meshes: Sequence[MeshEstimate], console: Console) -> None:
 def _microbatches(planned: PlannedRun) -> Table:
     """What other numbers of micro-batches would cost, by the model."""
     table = Table(
-        title="micro-batches, each with the best plan that fits: estimated, of the "
-        "layers",
+        title="micro-batches, each with the best plan that fits: estimated"
+        f"{_rates(planned.plan.target)}, of the layers",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         **_TIGHT,
@@ -140,7 +146,9 @@ def _numbers(planned: PlannedRun) -> Table:
     exposed = plan.predicted.get("exposed_transfer_seconds", 0.0)
     if plan.predicted.get("offloaded_bytes"):
         table.add_row(
-            "transfer that does not hide (estimated)", format_milliseconds(exposed), ""
+            f"transfer that does not hide (estimated{_rates(plan.target)})",
+            format_milliseconds(exposed),
+            "",
         )
     return table
 
@@ -201,7 +209,7 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
         ("GiB", 2**30) if planned.plan.budget_bytes >= 2**30 else ("MiB", 2**20)
     )
     points = hull([(one.memory, one.cost) for one in map(stack.uniform, stack.choices)])
-    figure = new_figure(8, 4.8)
+    figure = new_figure(8, 5.6)
     axes = figure.subplots()
     axes.plot(
         [(x + shift) / size for x, _ in points],
@@ -245,8 +253,12 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
         label=f"budget {format_bytes(planned.plan.budget_bytes)}",
     )
     axes.set_xlabel(f"device memory, {unit}")
-    axes.set_ylabel("recomputation and keeping, ms per step (estimated)")
+    axes.set_ylabel(
+        "recomputation and keeping, ms per step\n"
+        f"(estimated{_rates(planned.plan.target)})"
+    )
     axes.set_title(f"{planned.plan.model} on {planned.plan.target}")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper right", fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     save(figure, path)

@@ -1,6 +1,5 @@
 """A report for people: one table, the verdict, what is at the peak, and a picture."""
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save
+from jaxckpt.pictures import COLORS, LIMIT_COLOR, byte_unit, new_figure, save, wrap
 from jaxckpt.receipt import host_bytes
 from jaxckpt.training.collective_table import collective_table
 from jaxckpt.units import format_bytes, format_milliseconds
@@ -124,14 +123,16 @@ def _print_peak(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def draw_frontier(report: dict[str, Any], path: Path) -> None:
-    """Draws device memory against recomputation, with the device's limit."""
+    """Draws recomputation against device memory, with the device's limit."""
     rows = [row for row in report["rows"] if row.get("device_total_bytes")]
-    names = [textwrap.fill(row["policy"], 72) for row in rows]
+    names = [wrap(row["policy"], 72) for row in rows]
+    totals = [row["device_total_bytes"] for row in rows]
+    size, unit = byte_unit(max(*totals, report["memory_limit"] or 0))
     key_height = 0.25 * sum(name.count("\n") + 1 for name in names)
     figure = new_figure(8, 4.6 + key_height)
     axes = figure.subplots()
     for number, (row, name) in enumerate(zip(rows, names, strict=True), 1):
-        x, y = 100 * row["recompute_fraction"], row["device_total_bytes"] / 2**30
+        x, y = row["device_total_bytes"] / size, 100 * row["recompute_fraction"]
         color = COLORS[(number - 1) % len(COLORS)]
         marker = "X" if row["fits"] is False else "o"
         axes.plot(x, y, marker, color=color, markersize=9, label=f"{number}  {name}")
@@ -142,14 +143,14 @@ def draw_frontier(report: dict[str, Any], path: Path) -> None:
             ha="center", va=align, size=9, color=color,
         )  # fmt: skip
     if limit := report["memory_limit"]:
-        axes.axhline(
-            limit / 2**30, color=LIMIT_COLOR, linestyle="--",
+        axes.axvline(
+            limit / size, color=LIMIT_COLOR, linestyle="--",
             label=f"limit of {report['device']}: {format_bytes(limit)}",
         )  # fmt: skip
-    axes.set_xlabel("recomputed matmul FLOPs, % of the step without remat (counted)")
-    axes.set_ylabel("device memory, GiB (compiled)")
+    axes.set_xlabel(f"device memory, {unit} (compiled)")
+    axes.set_ylabel("recomputed matmul FLOPs,\n% of the step without remat (counted)")
     axes.margins(x=0.1, y=0.12)
-    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
     axes.set_title(f"{report['model']} on {report['target']}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", fontsize=9, frameon=False)
