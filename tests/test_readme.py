@@ -29,9 +29,10 @@ TOLERANCE = 0.1  # of a figure: XLA's differ a little from version to version
 TINY = "--num-layers=2 --dim=64 --num-heads=2 --mlp-dim=128 --vocab-size=512"
 SMALLER = {
     "jaxckpt.plan --model=gpt3-175b": "--num-layers=8 --dim=1024 --num-heads=16 "
-    "--mlp-dim=4096 --vocab-size=8192 --seq-len=256",
+    "--mlp-dim=4096 --vocab-size=8192 --seq-len=256 --pipeline-microbatches=16",
     "jaxckpt.plan --model=llama3-8b --target=h100:8 --mesh=context:8": "--num-layers=4 "
-    "--dim=512 --num-heads=4 --num-kv-heads=4 --mlp-dim=1024 --seq-len=8192",
+    "--dim=256 --num-heads=2 --num-kv-heads=2 --mlp-dim=512 --vocab-size=2048 "
+    "--seq-len=4096",
     "jaxckpt.train --model=gpt2-124m --policy=save:context": f"{TINY} --steps=2",
     "jaxckpt.train --model=gpt2-124m --policy=full": f"{TINY} --steps=4",
     "jaxckpt.train --virtual-devices": "--steps=2",

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxckpt.layers import LayerPlan, layer_plan
 from jaxckpt.policies import Policy, PolicyError
+from jaxckpt.units import format_bytes
 
 VERSION = 1
 
@@ -64,6 +65,8 @@ class Plan:
       (0.0, 'optimal')
       >>> made.compiled["device_total_bytes"] <= made.budget_bytes == 2**20
       True
+      >>> print(made)
+      2xnone on cpu: 668 B of 1.00 MiB (compiled), 0.00% recomputed (counted)
     """
 
     layer_plan: str
@@ -86,6 +89,15 @@ class Plan:
     version: int = VERSION
     microbatches: int | None = None
     repeats: int | None = None
+
+    def __str__(self) -> str:
+        """The plan in a line: what is kept where, and what that takes and costs."""
+        total = format_bytes(self.compiled["device_total_bytes"])
+        return (
+            f"{self.layer_plan} on {self.target}: {total} of "
+            f"{format_bytes(self.budget_bytes)} (compiled), "
+            f"{self.recompute_fraction:.2%} recomputed (counted)"
+        )
 
     @property
     def layers(self) -> LayerPlan:
