@@ -67,10 +67,10 @@ def shorten(text: str, width: int) -> str:
 
 
 def wrap(policy: str, width: int) -> str:
-    """A policy over lines of a width, broken behind commas, slashes and plus signs.
+    """A policy over lines of at most a width, cut behind commas, slashes and plusses.
 
     Example:
-      >>> print(wrap("save:query_proj,context/offload:mlpwi_0", 24))
+      >>> print(wrap("save:query_proj,context/offload:mlpwi_0", 26))
       save:query_proj,context/
       offload:mlpwi_0
     """
