@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
+from jaxckpt.automatic_names import name_values
+from jaxckpt.modules import is_nnx_object
 from jaxckpt.policies import PolicyError, unknown_names
 
 
@@ -42,7 +44,9 @@ class NamedValue:
     nbytes: int
 
 
-def list_names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
+def list_names(
+    fn: Callable[..., Any], *args: Any, automatic: bool = False, **kwargs: Any
+) -> list[NamedValue]:
     """Lists the named values inside a function, in the order they are computed.
 
     The function is differentiated while traced, since the forward rule of a
@@ -51,7 +55,12 @@ def list_names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedV
     Args:
       fn: any function of arrays.
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`.
-      **kwargs: keyword arguments, the same.
+      automatic: True lists also the values that nobody named, by the names that
+        policies take for them: primitive and number, ``tanh.0``. They change with the
+        function, so name what you keep for long; see `jaxckpt.automatic_names`. An
+        equation with several results, such as a scan, gives all of them one name.
+      **kwargs: keyword arguments, the same. One that is called ``automatic`` is bound
+        with `functools.partial` before.
 
     Example:
       >>> import jax.numpy as jnp
@@ -62,7 +71,17 @@ def list_names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedV
       >>> w = jax.ShapeDtypeStruct((8, 16), jnp.float32)
       >>> [(value.name, value.shape, value.nbytes) for value in list_names(block, x, w)]
       [('hidden', (4, 16), 256)]
+      >>> values = list_names(block, x, w, automatic=True)
+      >>> [(value.name, value.shape, value.nbytes) for value in values]
+      [('hidden', (4, 16), 256), ('tanh.0', (4, 16), 256)]
     """
+    if is_nnx_object(fn):
+        fn, state = _of_copy(fn)
+        args = (state, *args)
+    if automatic:
+        closed = _trace(_outputs, fn, args, kwargs)
+        named = jex_core.jaxpr_as_fun(name_values(closed))
+        return list_names(named, *closed.in_avals)
 
     def with_tangents(split, arrays):
         of_chosen, chosen = split(arrays)
@@ -229,6 +248,22 @@ def _of_differentiable(fn: Callable[..., Any], args: Any, kwargs: Any, fixed):
         return of_chosen, list(itertools.compress(arrays, chosen))
 
     return split, arrays
+
+
+def _of_copy(module: Any) -> tuple[Callable[..., Any], Any]:
+    """A function that calls a copy of an NNX module, and the state it is copied by.
+
+    Inside a trace the module itself could be read, and not changed.
+    """
+    from flax import nnx
+
+    graphdef, state = nnx.split(module)
+    return lambda state, *args, **kw: nnx.merge(graphdef, state)(*args, **kw), state
+
+
+def _outputs(split, arrays: list[Any]) -> list[Any]:
+    of_chosen, chosen = split(arrays)
+    return of_chosen(chosen)
 
 
 def _is_differentiable(leaf: Any) -> bool:

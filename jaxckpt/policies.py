@@ -29,6 +29,8 @@ _RULE_WITH_NAMES = (
     "{} takes no names: JAX has no policy that is both; list every value to keep "
     "instead, as in save:context,out_proj"
 )
+_FEW = 4  # names; a block with fewer leaves much of what it computes unnamed
+_SEE_AUTOMATIC = "jaxckpt.list_names(block, *args, automatic=True) has all others"
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _AUTOMATIC = re.compile(r"[a-z_][\w\-]*\.\d+")  # scatter-add.0
 _OF_A_STACK = re.compile(
@@ -192,9 +194,15 @@ def unknown_policy(text: str) -> PolicyError:
 
 
 def unknown_names(names: Iterable[str], known: Iterable[str]) -> PolicyError:
-    """The error for value names that no layer carries, with those that exist."""
+    """The error for value names that no layer carries, with those that exist.
+
+    Where few do, or an automatic one was asked for, it says how to see those.
+    """
     names, known = sorted(names), sorted(known)
-    have = ", ".join(known) if known else "none (name values with checkpoint_name)"
+    given = [name for name in known if not is_automatic(name)]
+    have = ", ".join(given) if given else "none (name values with checkpoint_name)"
+    if len(given) < _FEW or any(map(is_automatic, names)):
+        have += f"; {_SEE_AUTOMATIC}"
     return PolicyError(
         f"no value is named {', '.join(map(repr, names))} in this block."
         f"{nearest(names[0], known)} Known names: {have}"

@@ -92,7 +92,7 @@ def remat(
       Traceback (most recent call last):
       ...
       jaxckpt.policies.PolicyError: no value is named 'hiden' in this block. Did you
-      mean 'hidden'? Known names: hidden
+      mean 'hidden'? Known names: hidden; jaxckpt.list_names(block, ...
 
       A module, or its class, stays what it is; what it counts, it counts once:
 

@@ -12,10 +12,8 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend import core as jex_core
 
 from jaxckpt import compat
-from jaxckpt.automatic_names import name_values
 from jaxckpt.carry import Body, keeps_carry, returns_pair
 from jaxckpt.layers import LayerPlan, Layers, Run, layer_plan
 from jaxckpt.layout import check_layout, merge_layers
@@ -193,19 +191,9 @@ def _names(bodies: Sequence[Body], carry, values, plan: LayerPlan, scan: bool):
     shapes = jax.eval_shape(first_layers, arrays)
     firsts = rebuild_layers[0](shapes)
     return [
-        _names_of_a_layer(body, carry, first)
+        list_names(body, carry, first, automatic=True)
         for body, first in zip(bodies, firsts, strict=False)
     ]
-
-
-def _names_of_a_layer(body: Body, carry, first) -> list[NamedValue]:
-    arrays, rebuild = split_static((carry, first))
-
-    def layer(*arrays):
-        return split_static(body(*rebuild(list(arrays))))[0]
-
-    closed = name_values(jax.make_jaxpr(layer)(*arrays))
-    return list_names(jex_core.jaxpr_as_fun(closed), *closed.in_avals)
 
 
 def in_turn(given: Any, num_layers: int, *, is_planned: bool) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
@@ -61,6 +62,33 @@ def test_names_are_the_same_in_every_trace():
     assert first["tanh.0"] == ((4, 8), "float32")
     assert first["tanh.2"] == ((4, 16), "float32")  # two are in the jitted function
     assert {"sin.0", "sin.1", "sin.2", "sin.3", "cos.0", "scan.0"} <= set(first)
+
+
+def test_list_names_shows_them_beside_the_users_own():
+    values = list_names(block, X, W, automatic=True)
+    automatic = {v.name: (v.shape, v.dtype) for v in values if is_automatic(v.name)}
+    assert automatic == named(block, X, W)
+    assert [v.name for v in values if not is_automatic(v.name)] == ["mine"]
+
+
+class _Counting(nnx.Module):
+    """Changes its statistics and random counters in place."""
+
+    def __init__(self):
+        self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return jnp.tanh(self.dropout(self.norm(x)))
+
+
+def test_list_names_of_an_nnx_module_are_those_that_remat_takes():
+    module = _Counting()
+    values = list_names(module, X, automatic=True)
+    assert ("tanh.0", (4, 8), 128) in {(v.name, v.shape, v.nbytes) for v in values}
+    remat(module, Policy(save=tuple(value.name for value in values)))(X)
+    with pytest.raises(PolicyError, match="'tanh.1'"):
+        remat(module, "save:tanh.1")(X)
 
 
 def test_a_users_name_takes_the_place_of_the_automatic_one():

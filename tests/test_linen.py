@@ -370,7 +370,8 @@ def test_b1_unknown_name_is_an_error(plan, scan):
     with pytest.raises(PolicyError) as error:
         Stack(Block, 7, plan, scan=scan).init(jax.random.key(0), inputs())
     assert str(error.value) == (
-        "no value is named 'hh' in this block. Did you mean 'h'? Known names: h"
+        "no value is named 'hh' in this block. Did you mean 'h'? Known names: h; "
+        "jaxckpt.list_names(block, *args, automatic=True) has all others"
     )
     full = Stack(Block, 7, "every:3", scan=scan)
     variables = jax.eval_shape(full.init, jax.random.key(0), inputs())

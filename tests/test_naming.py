@@ -15,7 +15,7 @@ from jaxckpt.naming import (
     list_names,
     trace_forward,
 )
-from jaxckpt.policies import parse_policy
+from jaxckpt.policies import parse_policy, unknown_names
 
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -209,13 +209,21 @@ def test_b1_unknown_name_is_an_error_with_the_nearest_and_all_known(policy):
         check_names(parse_policy(policy).names, block, X, W)
     assert str(error.value) == (
         "no value is named 'hiden' in this block. Did you mean 'hidden'? "
-        "Known names: hidden"
+        "Known names: hidden; "
+        "jaxckpt.list_names(block, *args, automatic=True) has all others"
     )
 
 
-def test_b1_a_block_without_names_says_how_to_name():
-    with pytest.raises(PolicyError, match="Known names: none .*checkpoint_name"):
+def test_b1_a_block_without_names_says_how_to_name_and_to_see_automatic_ones():
+    with pytest.raises(PolicyError, match="none .*checkpoint_name.*automatic=True"):
         check_names(("a",), lambda x: x, X)
+
+
+def test_b1_a_block_with_names_of_its_own_lists_those_alone():
+    text = str(unknown_names(["aa"], ["a", "b", "c", "d"]))
+    assert text.endswith("Known names: a, b, c, d")
+    text = str(unknown_names(["add.9"], ["a", "add.0", "b", "c", "d"]))
+    assert ": a, b, c, d; jaxckpt.list_names" in text
 
 
 @pytest.mark.parametrize(

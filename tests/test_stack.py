@@ -243,7 +243,8 @@ def test_b1_unknown_name_is_an_error(plan, scan):
     with pytest.raises(PolicyError) as error:
         stack(layer, plan, 7, scan=scan)(jnp.ones((2, WIDTH)), values)
     assert str(error.value) == (
-        "no value is named 'hh' in this block. Did you mean 'h'? Known names: h"
+        "no value is named 'hh' in this block. Did you mean 'h'? Known names: h; "
+        "jaxckpt.list_names(block, *args, automatic=True) has all others"
     )
 
 
