@@ -155,10 +155,25 @@ def _first_message(output: str, flags: list[str]) -> str:
     lines = [line.strip("│╭╮╰╯─ ") for line in output.splitlines()][1:]
     paragraphs = itertools.groupby(lines, key=lambda line: bool(line.strip("- ")))
     message = next((" ".join(text) for is_text, text in paragraphs if is_text), "")
-    message = message.removeprefix("Error parsing ")
+    message = _plainly(message.removeprefix("Error parsing "))
     unknown = re.search(r"(--[\w-]+)", message)
     if message.startswith("Unrecognized") and unknown:
         message += "." + nearest(unknown[1].replace("_", "-"), flags)
+    return message
+
+
+def _plainly(message: str) -> str:
+    """A value that is no number, in other words than Python's and tyro's."""
+    whole = re.fullmatch(r"(--[\w-]+): invalid literal for int\(\) .*: (.*)", message)
+    real = re.fullmatch(
+        r"(--[\w-]+): could not convert string to float: (.*)"
+        r"|(--[\w-]+): no type matching .*\bFLOAT\b.* instantiated from \[(.*)\]\.?",
+        message,
+    )
+    if whole:
+        return f"{whole[1]}: {whole[2]} is no whole number"
+    if real:
+        return f"{real[1] or real[3]}: {real[2] or real[4]} is no number"
     return message
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     command_line.choose_platform()
     group = join(config, PROG)
     with group.watched():
-        _train(_planned(config, group), group, config.plan)
+        _train(_planned(config, group), group, config)
 
 
 def _planned(config: TrainConfig, group: Group) -> TrainConfig:
@@ -70,7 +70,7 @@ def _planned(config: TrainConfig, group: Group) -> TrainConfig:
     return dataclasses.replace(config, plan="", memory_budget="", **found)
 
 
-def _train(config: TrainConfig, group: Group, plan: str) -> None:
+def _train(config: TrainConfig, group: Group, asked: TrainConfig) -> None:
     from jaxckpt.compiler.targets import Target
     from jaxckpt.training.loop import train
     from jaxckpt.training.offload_check import check_offload
@@ -98,8 +98,14 @@ def _train(config: TrainConfig, group: Group, plan: str) -> None:
         f"{config.model}: {config.architecture.num_params / 1e6:,.2f} M parameters on "
         f"{where}, policy {policy}, in {config.workdir}"
     )
-    notes = [prepared.attention, *prepared.notes, *planned_elsewhere(plan, mesh)]
-    result = train(config, prepared.placement, notes, console)
+    notes = [prepared.attention, *prepared.notes, *planned_elsewhere(asked.plan, mesh)]
+    result = train(
+        config,
+        prepared.placement,
+        notes,
+        console,
+        asked="" if config.policy_schedule else asked.plan or asked.policy,
+    )
     parts = []
     if result.first_loss is None:
         parts.append("nothing was left to do; a larger --steps goes on")

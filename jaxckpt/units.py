@@ -5,6 +5,7 @@ Binary units for bytes, decimal ones for FLOPs.
 
 import re
 
+_LEAST = 1024  # bytes; a smaller budget without a unit is one whose unit is missing
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
@@ -51,12 +52,22 @@ def check_budget(flag: str, text: str) -> None:
     """Refuses a budget that cannot be, before it is known what a percentage is of.
 
     Raises:
-      UnitError: no number of bytes, nothing, or more than 100 %.
+      UnitError: no number of bytes, nothing, a few bytes for want of a unit, or more
+        than 100 %.
+
+    Example:
+      >>> try:
+      ...     check_budget("--memory-budget", "30")
+      ... except UnitError as error:
+      ...     print(error)
+      --memory-budget=30 is in bytes; did you mean 30GiB?
     """
     whole = 10**9
     amount = parse_bytes(text, whole)
     if amount <= 0:
         raise UnitError(f"{flag}={text} is nothing; give bytes, such as 14GiB or 80%")
+    if text.strip().isdecimal() and amount < _LEAST:
+        raise UnitError(f"{flag}={text} is in bytes; did you mean {text.strip()}GiB?")
     if text.strip().endswith("%") and amount > whole:
         raise UnitError(f"{flag}={text} is more than there is; use 100% at most")
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import jaxckpt
+from jaxckpt.__main__ import COMMANDS, _no_such
 
 
 def test_functions_stay_functions_although_submodules_are_called_so():
@@ -28,6 +29,34 @@ else:
     raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def commands(*args):
+    program = (
+        "import runpy, sys\n"
+        "try:\n    runpy.run_module('jaxckpt', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end:\n    print('code', end.code, 'jax' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args], capture_output=True, text=True
+    )
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_the_package_itself_lists_its_commands_without_jax():
+    lines, err = commands()
+    assert err == "" and lines[-1] == "code 0 False"
+    listed = [line.split()[:3] for line in lines if line.startswith("python -m")]
+    assert [words[2] for words in listed] == [f"jaxckpt.{one}" for one in COMMANDS]
+    assert all(len(line.split()) > 6 for line in lines[: len(COMMANDS)])  # its purpose
+
+
+def test_a_command_that_is_not_there_is_an_error_with_the_nearest():
+    assert _no_such("trian").startswith("no command 'trian'. Did you mean 'train'?")
+    assert "python -m jaxckpt.train" in _no_such("train")
+    lines, err = commands("trian")
+    assert lines == ["code 2 False"]
+    assert err.count("\n") == 1 and "Did you mean 'train'?" in err
 
 
 def test_every_public_name_imports():

@@ -137,6 +137,8 @@ def test_auto_trains_within_a_budget(tmp_path):
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert receipt["step"]["device_total_bytes"] <= BUDGET
     assert receipt["applied"] != "3xnone"
+    assert receipt["requested"] == receipt["step"]["policy"] == "auto"
+    assert f"asked    auto\napplied  {receipt['applied']}" in done.stdout
 
 
 def test_i5_static_state_above_the_budget_is_said_without_compiling(tmp_path):

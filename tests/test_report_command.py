@@ -296,6 +296,21 @@ def test_steps_of_other_libraries(steps, monkeypatch, module, argument_bytes):
     assert row["peak"]
 
 
+def test_a_step_that_does_not_compile_is_not_said_to_have(monkeypatch, tmp_path):
+    jobs, lines = [Job(TrainConfig(), "cpu", name) for name in ("bad:f", "good:f")], []
+
+    def run(job, cache):
+        return {"error": "no module"} if job.function == "bad:f" else {}
+
+    monkeypatch.setattr(reporting, "run_job", run)
+    reporting.compile_rows(jobs, tmp_path, lines.append)
+    told = sorted(line.partition(": ") for line in lines[1:])
+    assert [(did.split(" ")[0], name) for did, _, name in told] == [
+        ("compiled", "good:f"),
+        ("failed", "bad:f"),
+    ]
+
+
 @pytest.mark.parametrize(
     "function, part",
     [

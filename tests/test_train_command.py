@@ -1,5 +1,6 @@
 """`python -m jaxckpt.train` as a user meets it: files, exit codes, error lines."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxckpt import command_line
-from jaxckpt.training import loop
+from jaxckpt.models.presets import ConfigError
+from jaxckpt.training import inspect, loop, planning
 
 pytestmark = pytest.mark.xdist_group("train")  # what is made once is shared
 
@@ -278,6 +280,23 @@ def test_bad_data_is_one_line_with_its_path(refused, tmp_path, name, content, pa
     assert str(tmp_path) in message
     assert [part for part in parts if part not in message] == []
     assert sorted(tmp_path.iterdir()) == before  # and no folder is left
+
+
+@pytest.mark.parametrize("policy", ["auto", "selective:40%"])
+def test_the_receipt_is_of_what_was_typed_and_not_of_what_was_found(
+    refused, tmp_path, monkeypatch, policy
+):
+    def resolve(config, *_):
+        return dataclasses.replace(config, policy="2xsave:context")
+
+    def inspect_run(config, *_, asked, **options):
+        raise ConfigError(f"asked {asked}, applied {config.policy}")
+
+    monkeypatch.setattr(planning, "resolve_policy", resolve)
+    monkeypatch.setattr(inspect, "inspect_run", inspect_run)
+    monkeypatch.setattr(loop, "inspect_schedule", inspect.inspect_schedule)
+    message = refused(*SMALL, f"--policy={policy}", "--workdir=run")
+    assert message == f"asked {policy}, applied 2xsave:context"
 
 
 def test_a_used_workdir_is_refused(refused, trained):

@@ -152,12 +152,13 @@ def parse_target(text: str) -> Target:
     if name in TPU_KINDS:
         return _tpu_slice(text.strip(), name, count)
     known = [*KINDS, *TPU_KINDS]
+    full = [*(f"{one}:8" for one in KINDS), *map(_slice_example, TPU_KINDS)]
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)", count)
     hosts, gpus = (int(match[1] or 1), int(match[2])) if match else (0, 0)
     if not name or not hosts or not gpus:
         raise TargetError(
-            f"target {text!r} is not KIND:GPUS or KIND:HOSTSxGPUS, as in h100:8"
-            f"{nearest(text.partition(':')[0], [*known, 'attached', 'cpu'])}"
+            f"target {text!r} is not KIND:GPUS or KIND:HOSTSxGPUS, as in h100:8."
+            f"{nearest(text.partition(':')[0], [*full, 'attached', 'cpu'])}"
         )
     if name.endswith(".textproto"):
         return _from_file(text, Path(name), hosts, gpus)
@@ -192,12 +193,16 @@ def _tpu_slice(text: str, name: str, layout: str) -> Target:
     kind = TPU_KINDS[name]
     numbers = [int(n) if n.isdecimal() else 0 for n in layout.split("x")]
     if len(numbers) != kind.dims or not all(numbers):
-        example = {2: "2x4", 3: "2x2x1"}[kind.dims]
         raise TargetError(
             f"target {text!r} is not {name}:{'x'.join('XYZ'[: kind.dims])}, chips "
-            f"along {kind.dims} axes, as in {name}:{example}"
+            f"along {kind.dims} axes, as in {_slice_example(name)}"
         )
     return Target(text, tpu=kind, layout=tuple(numbers))
+
+
+def _slice_example(name: str) -> str:
+    layout = {2: "2x4", 3: "2x2x1"}[TPU_KINDS[name].dims]
+    return f"{name}:{layout}"
 
 
 def _from_file(text: str, path: Path, hosts: int, gpus: int) -> Target:

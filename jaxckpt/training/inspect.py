@@ -71,6 +71,7 @@ def inspect_run(
     notes: Sequence[str] = (),
     progress: Callable[[str], None] = lambda text: None,
     compiled: Compiled | None = None,
+    asked: str = "",
 ) -> Inspected:
     """Compiles the step with and without remat, and compares the two.
 
@@ -79,6 +80,8 @@ def inspect_run(
       notes: facts for the receipt to state.
       progress: told what is being done before each part that takes long.
       compiled: steps of this run that were compiled before; this one's are added.
+      asked: what the policy was found for, such as ``auto``; the policy itself
+        when left out.
 
     Raises:
       ConfigError: it offloads more than XLA's pinned host memory holds.
@@ -90,7 +93,7 @@ def inspect_run(
         progress(f"compiling the step under {config.policy}")
         compiled[program.plan] = _compile(program, residuals, platform)
     executable, step = compiled[program.plan]
-    step = dataclasses.replace(step, policy=config.policy)
+    step = dataclasses.replace(step, policy=asked or config.policy)
     bare_plan = layer_plan(NONE, config.planned_layers)
     if bare_plan not in compiled:
         progress("compiling the same step without remat")
@@ -135,6 +138,7 @@ def inspect_schedule(
     *,
     notes: Sequence[str] = (),
     progress: Callable[[str], None] = lambda text: None,
+    asked: str = "",
 ) -> Programs:
     """`inspect_run` for each policy of a run, and what lies between them.
 
@@ -155,6 +159,7 @@ def inspect_schedule(
                 notes=[*notes, *of_length],
                 progress=progress,
                 compiled=compiled[run.sequence_length],
+                asked=asked,
             )
         except jax.errors.JaxRuntimeError as error:
             if not config.policy_schedule:

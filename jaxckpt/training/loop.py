@@ -84,7 +84,11 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig, placement: Placement, notes: list[str], console: Console
+    config: TrainConfig,
+    placement: Placement,
+    notes: list[str],
+    console: Console,
+    asked: str = "",
 ) -> TrainResult:
     """Trains from the start, or from the last snapshot when resuming.
 
@@ -95,6 +99,7 @@ def train(
       placement: the mesh to run on.
       notes: facts for the receipt.
       console: where tables, progress and warnings go.
+      asked: what the run's policy was found for, ``auto`` or a plan file.
 
     Raises:
       PolicyError, ConfigError, DataError, SnapshotError, MetricsError: bad input,
@@ -155,6 +160,7 @@ def train(
                 {policy: make(policy) for policy in policies},
                 notes=notes,
                 progress=status.update,
+                asked=asked,
             )
             console.print(_compiled(programs), highlight=False)
             status.update("loading the weights")

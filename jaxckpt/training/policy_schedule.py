@@ -25,6 +25,7 @@ from jaxckpt.policies import PolicyError, nearest
 
 RULES = ("loss", "headroom", "length")
 _FLAG = "--policy-schedule"
+_NO_STEP = re.compile(r",\s*([\w.\-]+)\s*:")  # in a policy, between two names at best
 _SYSTEMS = tuple({form.partition(":")[0] + ":" for form in FORMS})
 
 
@@ -112,6 +113,11 @@ def parse_schedule(text: str) -> Schedule:
             raise ConfigError(
                 f"{_FLAG}={text}: {part.strip()!r} is no STEP:POLICY; as in "
                 "0:dots_saveable,1000:full or auto:loss:full,dots_saveable"
+            )
+        if no_step := _NO_STEP.search(policy):
+            raise ConfigError(
+                f"{_FLAG}={text}: {no_step[1]!r} is no step, a whole number such as "
+                f"100, to begin {policy[no_step.start(1) :]!r}"
             )
         if starts and int(start) <= starts[-1]:
             raise ConfigError(

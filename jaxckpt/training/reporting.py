@@ -44,7 +44,8 @@ def compile_rows(
         nonlocal done
         row = run_job(job, cache)
         done += 1
-        progress(f"compiled {done} of {len(jobs)}: {job.policy}")
+        did = "failed to compile" if "error" in row else "compiled"
+        progress(f"{did} {done} of {len(jobs)}: {job.policy}")
         return row
 
     programs = "program" if len(jobs) == 1 else f"programs, {width} at a time"

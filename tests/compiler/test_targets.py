@@ -74,7 +74,8 @@ def test_memory_is_what_the_name_says():
     [
         ("h10:8", ["unknown target 'h10'", "Did you mean 'h100'?", "gb200"]),
         ("a100-8:8", ["unknown target 'a100-8'", "Did you mean 'a100-80'?"]),
-        ("h100", ["'h100' is not KIND:GPUS", "h100:8"]),
+        ("h100", ["'h100' is not KIND:GPUS", "Did you mean 'h100:8'?"]),
+        ("v5p", ["Did you mean 'v5p:2x2x1'?"]),
         ("attachd", ["Did you mean 'attached'?"]),
         ("h100:", ["'h100:' is not KIND:GPUS"]),
         ("h100:0", ["'h100:0' is not KIND:GPUS"]),

@@ -111,6 +111,7 @@ def test_rules_are_read(text, rule, entries):
         ("5:full", "starts at step 5; the first entry is of step 0"),
         ("full", "'full' is no STEP:POLICY"),
         ("0:full,none", "unknown policy 'full,none'"),
+        ("0:none,abc:full", "'abc' is no step"),
         ("0:full,-3:none", "'-3:none' is no STEP:POLICY"),
         ("0:", "'0:' is no STEP:POLICY"),
         ("0:dots_savable,5:full", "Did you mean 'dots_saveable'?"),
