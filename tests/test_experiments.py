@@ -10,7 +10,18 @@ import pytest
 
 import experiments
 from experiments import all as every
-from experiments import claims, common, depth, peers, same_training, thousand_gpus
+from experiments import (
+    budgets,
+    claims,
+    common,
+    depth,
+    korthikanti,
+    peers,
+    same_training,
+    thousand_gpus,
+)
+from jaxckpt import pictures
+from jaxckpt.compiler.targets import TargetError
 
 FOLDER = Path(experiments.__path__[0])
 NAMES = every.EXPERIMENTS
@@ -78,6 +89,46 @@ def test_small_results_do_not_replace_whole_ones(monkeypatch, tmp_path):
     assert common.folder(out) == tmp_path / "o"
 
 
+def test_what_is_not_installed_is_said_at_the_start(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["experiments/depth.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(depth, "depths", lambda chosen: pytest.fail("it began"))
+    with pytest.raises(SystemExit) as left:
+        depth.main()
+    assert left.value.code == 2
+    said = "experiments.depth: error: needs matplotlib: pip install 'jaxckpt[plot]'\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch, capsys):
+    def missing(target):
+        raise TargetError("compiling needs pip install x")
+
+    monkeypatch.setattr(sys, "argv", ["experiments/claims.py"])
+    monkeypatch.setattr(common, "check_installed", missing)
+    with pytest.raises(SystemExit) as left:
+        common.check_compiler("h100:8")
+    assert left.value.code == 2
+    said = "experiments.claims: error: compiling needs pip install x\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that were written."""
+    figures = []
+    monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure))
+    return figures
+
+
+def committed(name):
+    return json.loads((FOLDER / "results" / f"{name}.json").read_text())
+
+
+def in_legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 # depth
 
 
@@ -121,7 +172,45 @@ def test_what_is_off_is_found(shallow):
     ]
 
 
+def test_the_formula_is_drawn_beside_what_was_compiled(shallow, drawn):
+    depth.draw(shallow, None)
+    lines = {line.get_linestyle() for line in drawn[0].axes[0].get_lines()}
+    assert lines == {"--", "None"}
+    assert depth.constants(shallow["depths"]).keys() == {"none", "full", "sqrt"}
+
+
 # others
+
+
+def test_every_named_policy_is_in_the_key_of_budgets(drawn):
+    result = committed("budgets")
+    budgets.draw(result, None)
+    said = "\n".join(in_legend(drawn[0])).replace(",\n", ",")
+    for row in result["named"]:
+        assert row["policy"] in said
+    assert "..." not in said
+
+
+def test_ratios_to_the_paper_are_drawn_as_they_are(drawn):
+    rows = [
+        r for r in committed("korthikanti")["rows"] if r["configuration"] != "naive"
+    ]
+    korthikanti.draw({"rows": rows}, None)
+    (axes,) = drawn[0].axes
+    found = [y for line in axes.get_lines()[3:] for y in line.get_ydata()]
+    assert found == [row["compiled"] / row["paper"] for row in rows]
+    low, high = axes.get_ylim()
+    assert low < min(found) and max(found) < high
+    assert "equal to the paper's formula in 28 of 28" in axes.get_title()
+
+
+def test_policies_of_one_curve_have_a_marker_each(drawn):
+    same_training.draw(committed("same_training")["losses"], None)
+    above, below = drawn[0].axes
+    markers = [line.get_marker() for line in above.get_lines()[:-1]]
+    assert len(set(markers)) == len(markers) == len(same_training.POLICIES)
+    apart, equal = (line.get_xdata() for line in below.get_lines()[:2])
+    assert sorted([*apart, *equal]) == list(range(1, 61))
 
 
 def test_losses_that_differ_are_found(tmp_path):
