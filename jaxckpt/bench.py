@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxckpt import command_line
 from jaxckpt.bench_config import BenchConfig
+from jaxckpt.extras import install
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.training.divisible import check_divisible
 from jaxckpt.training.mesh_sizes import resolve_mesh
@@ -39,7 +40,7 @@ def _check_files(config: BenchConfig) -> None:
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
             raise ConfigError(f"--{flag}={path} is no file in a folder that exists")
     if config.plot and not importlib.util.find_spec("matplotlib"):
-        raise ConfigError("--plot needs matplotlib: pip install 'jaxckpt[plot]'")
+        raise ConfigError(f"--plot needs matplotlib: {install('plot')}")
     if config.plot and Path(config.plot).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot={config.plot} must end in .png, .svg or .pdf")
 

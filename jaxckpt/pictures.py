@@ -2,7 +2,7 @@
 
 Colors are those of Okabe and Ito, which people who see no red or no green tell apart;
 hatches and markers stand beside them, for print in gray. matplotlib is imported when
-something is drawn: ``pip install 'jaxckpt[plot]'``.
+something is drawn: the extra `plot`.
 """
 
 import math

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxckpt import command_line
 from jaxckpt.compiler.targets import Target, check_installed, parse_target
+from jaxckpt.extras import install
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.plan_config import AUTO_MESH, PlanConfig
 from jaxckpt.training.config import TrainConfig
@@ -67,7 +68,7 @@ def _check_files(config: PlanConfig) -> None:
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
             raise ConfigError(f"--{flag}={path} is no file in a folder that exists")
     if config.frontier and not importlib.util.find_spec("matplotlib"):
-        raise ConfigError("--frontier needs matplotlib: pip install 'jaxckpt[plot]'")
+        raise ConfigError(f"--frontier needs matplotlib: {install('plot')}")
     if config.frontier and Path(config.frontier).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(
             f"--frontier={config.frontier} must end in .png, .svg or .pdf"

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxckpt import command_line
 from jaxckpt.compiler.targets import Target, check_installed, parse_target
+from jaxckpt.extras import install
 from jaxckpt.models.presets import ConfigError, model_config
 from jaxckpt.report_config import ReportConfig
 from jaxckpt.training.divisible import check_divisible
@@ -67,7 +68,7 @@ def _check_files(config: ReportConfig) -> None:
     for flag in _PICTURES:
         path = getattr(config, flag)
         if path and not importlib.util.find_spec("matplotlib"):
-            raise ConfigError(f"--{flag} needs matplotlib: pip install 'jaxckpt[plot]'")
+            raise ConfigError(f"--{flag} needs matplotlib: {install('plot')}")
         if path and Path(path).suffix not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"--{flag}={path} must end in .png, .svg or .pdf")
 

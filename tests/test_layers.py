@@ -39,7 +39,7 @@ RUN = st.recursive(
 PLAN = st.lists(RUN, min_size=1, max_size=4).map(lambda runs: LayerPlan(tuple(runs)))
 GROUPING = st.builds(Grouping, st.integers(1, 99) | st.just("sqrt"), POLICY)
 
-# min over k of k + ceil(n/k); shared/algorithms.md, section 2.
+# min over k of k + ceil(n/k): Chen et al. 2016, arXiv 1604.06174, section 4.1.
 CHEN_ORACLE = {
     8: 6, 12: 7, 16: 8, 24: 10, 25: 10, 32: 12, 36: 12, 48: 14, 64: 16,
     96: 20, 100: 20, 105: 21, 126: 23, 128: 23, 1000: 64, 1024: 64,

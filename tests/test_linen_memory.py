@@ -10,7 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxckpt import Stack
 
-UNMERGED = {"xla_disable_hlo_passes": "cse_barrier_expander"}  # facts.md, section 3
+# XLA:CPU expands the barriers of prevent_cse away, and then merges a recomputation of
+# straight-line code with its first run; without that pass it stays in the program.
+UNMERGED = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def temp_bytes(plan, num_layers, width, batch, scan=True):

@@ -1,7 +1,9 @@
 """What `import jaxckpt` gives."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jaxckpt
 from jaxckpt.__main__ import COMMANDS, _no_such
@@ -57,6 +59,14 @@ def test_a_command_that_is_not_there_is_an_error_with_the_nearest():
     lines, err = commands("trian")
     assert lines == ["code 2 False"]
     assert err.count("\n") == 1 and "Did you mean 'train'?" in err
+
+
+def test_no_one_is_told_to_install_the_name_from_an_index():
+    """It is on none, and anyone may take it there."""
+    folder = Path(jaxckpt.__file__).parent
+    told = re.compile(r"pip install (-\S+ )*['\"]?jaxckpt")
+    sources = [*folder.rglob("*.py"), folder.parent / "README.md"]
+    assert not [file for file in sources if told.search(file.read_text())]
 
 
 def test_every_public_name_imports():

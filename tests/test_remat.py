@@ -318,7 +318,9 @@ def test_prevent_cse_is_true_outside_loops(inputs, checkpoints):
     }
 
 
-UNMERGED = {"xla_disable_hlo_passes": "cse_barrier_expander"}  # facts.md, section 3
+# XLA:CPU expands the barriers of prevent_cse away, and then merges a recomputation of
+# straight-line code with its first run; without that pass it stays in the program.
+UNMERGED = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def test_a4_recomputation_is_in_the_compiled_program(inputs):

@@ -446,7 +446,10 @@ def test_without_matplotlib_a_plot_is_refused(refused, monkeypatch):
 
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     message = refused("--plot=x.png", "--target=cpu")
-    assert message == "--plot needs matplotlib: pip install 'jaxckpt[plot]'"
+    assert (
+        message
+        == "--plot needs matplotlib: pip install -e '.[plot]' in jaxckpt's checkout"
+    )
 
 
 def test_without_the_compiler_a_gpu_is_refused(refused, monkeypatch):
@@ -454,7 +457,9 @@ def test_without_the_compiler_a_gpu_is_refused(refused, monkeypatch):
 
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     message = refused("--target=h100:8")
-    assert message.endswith("needs pip install 'jaxckpt[gpu-compiler]'")
+    assert message.endswith(
+        "needs pip install -e '.[gpu-compiler]' in jaxckpt's checkout"
+    )
 
 
 def test_without_libtpu_a_tpu_is_refused(refused, monkeypatch):
@@ -462,7 +467,9 @@ def test_without_libtpu_a_tpu_is_refused(refused, monkeypatch):
 
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     message = refused("--target=v5e:2x4")
-    assert message.endswith("needs pip install 'jaxckpt[tpu-compiler]'")
+    assert message.endswith(
+        "needs pip install -e '.[tpu-compiler]' in jaxckpt's checkout"
+    )
 
 
 def test_what_only_the_devices_know_is_one_line_too(tmp_path):

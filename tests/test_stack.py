@@ -391,7 +391,9 @@ def test_bytes_saved_are_exact(plan, per_stack, saved_bytes):
 
 # Compiled memory
 
-UNMERGED = {"xla_disable_hlo_passes": "cse_barrier_expander"}  # facts.md, section 3
+# XLA:CPU expands the barriers of prevent_cse away, and then merges a recomputation of
+# straight-line code with its first run; without that pass it stays in the program.
+UNMERGED = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def temp_bytes(plan, num_layers, *, width, batch, scan=True, split_inside=False):

@@ -19,10 +19,8 @@ from typing import Any
 
 from jaxckpt.compiler.gpu_kinds import KINDS, GpuKind
 from jaxckpt.compiler.tpu_kinds import TPU_KINDS, TpuKind
+from jaxckpt.extras import install
 from jaxckpt.policies import nearest
-
-INSTALL = "pip install 'jaxckpt[gpu-compiler]'"
-INSTALL_TPU = "pip install 'jaxckpt[tpu-compiler]'"
 
 
 class TargetError(ValueError):
@@ -179,14 +177,16 @@ def check_installed(target: Target | None = None) -> None:
     """
     if target and target.tpu:
         if not importlib.util.find_spec("libtpu"):
-            raise TargetError(f"compiling for absent TPUs needs {INSTALL_TPU}")
+            raise TargetError(
+                f"compiling for absent TPUs needs {install('tpu-compiler')}"
+            )
     elif target and not target.is_absent:
         return
     elif not (
         importlib.util.find_spec("jax_plugins")
         and importlib.util.find_spec("jax_plugins.xla_cuda13")
     ):
-        raise TargetError(f"compiling for absent GPUs needs {INSTALL}")
+        raise TargetError(f"compiling for absent GPUs needs {install('gpu-compiler')}")
 
 
 def _tpu_slice(text: str, name: str, layout: str) -> Target:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxckpt.extras import install
+
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKEN_SUFFIXES = (".npy", ".bin")
 SEPARATOR = b"\0"  # between documents; no UTF-8 text file has reason to contain it
@@ -186,7 +188,7 @@ def _read_parquet(path: str) -> Iterator[bytes]:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise DataError(
-            f"{path}: reading .parquet needs pyarrow; pip install 'jaxckpt[data]'"
+            f"{path}: reading .parquet needs pyarrow; {install('data')}"
         ) from error
     number = 0
     try:

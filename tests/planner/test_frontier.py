@@ -27,7 +27,8 @@ from .graphs import (
     toy_block,
 )
 
-# algorithms.md, section 16: bytes, recompute, what is kept (None: only the figures).
+# The best of all 2^8 choices in the block, tried one by one: bytes, recompute, what is
+# kept (None: only the figures).
 TOY = [
     (0, 910, ""),
     (2, 809, "x2"),

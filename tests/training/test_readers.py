@@ -207,7 +207,8 @@ def test_bad_parquet(tmp_path, monkeypatch):
     assert error(path).startswith(f"{path}: not a valid Parquet file (")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert error(path) == (
-        f"{path}: reading .parquet needs pyarrow; pip install 'jaxckpt[data]'"
+        f"{path}: reading .parquet needs pyarrow; pip install -e '.[data]' "
+        "in jaxckpt's checkout"
     )
 
 
