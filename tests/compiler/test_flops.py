@@ -251,8 +251,9 @@ def test_of_nothing_the_fraction_is_zero():
     assert FlopCount().recompute_fraction == 0.0
 
 
-# Forward a layer takes 24 B s h^2 + 4 B s^2 h (Korthikanti et al. 2022, arXiv 2205.05198,
-# appendix A); of those its last matmul, 8 B s h^2, is not recomputed: nothing reads it.
+# Forward a layer takes 24 B s h^2 + 4 B s^2 h (Korthikanti et al. 2022, arXiv
+# 2205.05198, appendix A); of those its last matmul, 8 B s h^2, is not recomputed: no
+# gradient reads its result.
 
 
 def gpt(dim, seq, layers=3):

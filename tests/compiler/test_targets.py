@@ -126,7 +126,8 @@ def test_without_the_compiler_one_line_says_how_to_install_it(monkeypatch):
     with pytest.raises(TargetError) as error:
         parse_target("h100:8").devices()
     assert str(error.value) == (
-        "compiling for absent GPUs needs pip install -e '.[gpu-compiler]' in jaxckpt's checkout"
+        "compiling for absent GPUs needs pip install -e '.[gpu-compiler]' "
+        "in jaxckpt's checkout"
     )
 
 
@@ -135,7 +136,8 @@ def test_without_libtpu_one_line_says_how_to_install_it(monkeypatch):
     with pytest.raises(TargetError) as error:
         parse_target("v5e:2x4").devices()
     assert str(error.value) == (
-        "compiling for absent TPUs needs pip install -e '.[tpu-compiler]' in jaxckpt's checkout"
+        "compiling for absent TPUs needs pip install -e '.[tpu-compiler]' "
+        "in jaxckpt's checkout"
     )
     for text in "attached", "cpu":
         targets.check_installed(parse_target(text))
