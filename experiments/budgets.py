@@ -179,12 +179,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
     seen: dict[tuple[float, float], list[str]] = {}
     for row in result["named"]:
         place = row["device_total_bytes"] / size, 100 * row["recompute_fraction"]
-        seen.setdefault(place, []).append(pictures.wrap(row["policy"], 44))
+        name = pictures.wrap(row["policy"], 44)
+        moves = "offload" in row["policy"] or row["policy"].endswith(":cpu")
+        seen.setdefault(place, []).append(name + " (and host memory)" * moves)
     for number, ((x, y), names) in enumerate(sorted(seen.items())):
         axes.plot(
-            x, y, pictures.MARKERS[number % 12], markersize=8,
+            x, y, pictures.MARKERS[number % 12], markersize=9,
             color=pictures.COLORS[number % 7], label="\n".join(names),
             fillstyle="full" if number < 7 else "none",
+            markeredgecolor="white" if number < 7 else None,
         )  # fmt: skip
     axes.set_xlabel(f"device memory, {unit} (compiled)")
     axes.set_ylabel("recomputed matmul FLOPs, % of the step (counted)")

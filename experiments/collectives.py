@@ -92,7 +92,7 @@ def summary(row: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """What is sent under each policy, phase by phase."""
-    figure = pictures.new_figure(8, 1.2 + 1.7 * len(result["meshes"]))
+    figure = pictures.new_figure(8, 1.2 + 1.9 * len(result["meshes"]))
     grid = figure.subplots(len(result["meshes"]), 1, squeeze=False)
     phases = ("forward", "recompute", "backward", "other")
     hatches = ("", "////", "....", "xx")
@@ -107,9 +107,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 color=pictures.COLORS[number], hatch=hatches[number], label=phase,
             )  # fmt: skip
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        labels = [pictures.shorten(row["policy"], 36) for row in rows]
+        labels = [pictures.wrap(row["policy"], 40) for row in rows]
         axes.set_yticks(range(len(rows)), labels, fontsize=9)
         axes.invert_yaxis()
+        axes.set_xlim(0, 1.04 * max(left))
         sequence = ", sequence parallel" if mesh["sequence_parallel"] else ""
         axes.set_title(mesh["mesh"] + sequence, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)

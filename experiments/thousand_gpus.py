@@ -104,6 +104,7 @@ def draw(plans: dict[str, dict[str, Any]], path: Path) -> None:
             (4, 0),
             textcoords="offset points",
             va="center",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
     limit = parse_target("h100:1").memory_limit / size
     axes.axvline(limit, color=pictures.LIMIT_COLOR, linestyle="--")
