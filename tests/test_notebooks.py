@@ -46,7 +46,7 @@ def test_it_runs_from_top_to_bottom(name, tmp_path):
     said = text_of(notebook)
     for part in SAYS[name]:
         assert part in said, said
-    for trouble in ("error:", "Traceback", "Warning:", "\x1b["):
+    for trouble in ("error:", "Traceback", "Warning:", "WARNING: ", "\x1b["):
         assert trouble not in said, said
     assert said.count("\n") < 300  # a progress bar has a line for every frame
     pictures = [

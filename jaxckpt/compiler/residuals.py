@@ -19,6 +19,7 @@ from jaxckpt.naming import aval_bytes, is_array, subjaxprs, trace_forward
 
 Location = Literal["device", "host"]
 
+_CALLS = ("jit", "pjit")  # of a jitted function, as JAX calls it, by version
 # Operations that end the search for the name that a value goes on to get.
 _BARRIERS = ("dot_general", "conv_general_dilated", "reduce_sum", "reduce_max")
 
@@ -116,7 +117,7 @@ def _varying(jaxpr: jex_core.Jaxpr, inputs: Sequence[Any]) -> set[Any]:
             not isinstance(operand, jex_core.Literal) and operand in varying
             for operand in equation.invars
         ]
-        if equation.primitive.name in ("jit", "pjit"):  # as JAX calls it, by version
+        if equation.primitive.name in _CALLS:
             (inner,) = subjaxprs(equation)
             inside = _varying(inner, list(itertools.compress(inner.invars, depends)))
             varying.update(
@@ -160,6 +161,10 @@ def _label(jaxpr: jex_core.Jaxpr, var: Any, labels: dict[Any, str | None]):
         name = compat.checkpoint_name_of(equation)
         if name is not None:
             return name, True
+        passed = _passed_through(equation, source)
+        if passed is not None:
+            source = passed
+            continue
         made_by = equation.params.get("name", equation.primitive.name)
         if equation.primitive.name not in ("reduce_precision", "device_put"):
             break
@@ -171,6 +176,23 @@ def _label(jaxpr: jex_core.Jaxpr, var: Any, labels: dict[Any, str | None]):
         return name, True
     shape = ",".join(map(str, var.aval.shape))
     return f"{made_by} {var.aval.dtype}[{shape}]", False
+
+
+def _passed_through(equation: jex_core.JaxprEqn, result: Any) -> Any:
+    """The argument of a jitted function that is this result of it, if one is.
+
+    Before jax 0.8 the derivative of a jitted function returns residuals that way.
+    """
+    if equation.primitive.name not in _CALLS:
+        return None  # made here
+    (inner,) = subjaxprs(equation)
+    producers = {out: eqn for eqn in inner.eqns for out in eqn.outvars}
+    inside: Any = inner.outvars[equation.outvars.index(result)]
+    while not isinstance(inside, jex_core.Literal) and inside in producers:
+        inside = _passed_through(producers[inside], inside)
+    if isinstance(inside, jex_core.Literal) or inside not in inner.invars:
+        return None
+    return equation.invars[inner.invars.index(inside)]
 
 
 def _later_name(jaxpr: jex_core.Jaxpr, var: Any) -> str | None:

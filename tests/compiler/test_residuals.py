@@ -188,3 +188,34 @@ def test_host_values_are_on_the_host():
         remat(block, "offload:hidden"), shape(8, 4), shape(2, 8), input_names=["x"]
     )
     assert {(r.name, r.location) for r in kept} == {("x", "device"), ("hidden", "host")}
+
+
+def test_a_value_that_jitted_functions_hand_on_keeps_its_name():
+    """As residuals of ``jax.nn.silu`` are handed on before jax 0.8, by its jit."""
+    inner = jax.jit(lambda h: (jnp.sum(h), h))
+    outer = jax.jit(lambda h: inner(h))
+
+    def block(w, x):
+        total, same = outer(checkpoint_name(jnp.tanh(x @ w), "hidden"))
+        return total * jnp.sin(same)
+
+    found = block_residuals(
+        remat(block, "save:hidden"),
+        jnp.ones((8, 16)),
+        jnp.ones((4, 8)),
+        input_names=["x"],
+    )
+    assert [(one.name, one.named) for one in found] == [("hidden", True), ("x", False)]
+
+
+def test_a_name_before_silu_is_found_on_every_jax():
+    def block(w, x):
+        return jax.jit(jax.nn.silu)(checkpoint_name(x @ w, "hidden"))
+
+    found = block_residuals(
+        remat(block, "save:hidden"),
+        jnp.ones((8, 16)),
+        jnp.ones((4, 8)),
+        input_names=["x"],
+    )
+    assert "hidden" in {one.name for one in found}
