@@ -71,8 +71,12 @@ def versions() -> dict[str, str]:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result as JSON, behind the versions it was made with."""
-    found = {"versions": versions(), **result}
+    """Writes a result as JSON, behind the versions it was made with.
+
+    Versions that the result names already are added to ours.
+    """
+    known = versions() | result.get("versions", {})
+    found = {"versions": known} | result | {"versions": known}
     path.write_text(json.dumps(found, indent=2) + "\n")
 
 

@@ -113,6 +113,14 @@ def test_a_missing_compiler_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == said
 
 
+def test_a_result_says_what_made_it(tmp_path):
+    common.write(tmp_path / "x.json", {"rows": [], "versions": {"other": "1.2"}})
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert list(result) == ["versions", "rows"]
+    assert {"python", "jax", "machine", "other"} <= set(result["versions"])
+    assert result["versions"]["other"] == "1.2"
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that were written."""
