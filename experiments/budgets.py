@@ -5,9 +5,10 @@
 Plans llama3-8b on 8 absent H100s (fsdp:8, one sequence of 8192 tokens per GPU) for ten
 budgets, from just above full remat's memory to just below that of no remat. Beside each
 plan stands the named policy that recomputes least among those that fit the budget: of
-ours, JAX's own, MaxText's ladder, Megatron's and DeepSpeed's. Takes about 18 minutes on
-2 CPU cores and needs the `gpu-compiler` extra; --fast takes 2 and does not need it: the
-model `tiny` on a CPU, three budgets. Policies that come to the same are compiled once.
+ours and a mix of two by layer, JAX's own, MaxText's ladder, Megatron's and DeepSpeed's
+(that one also with host memory). Takes about 18 minutes on 2 CPU cores and needs the
+`gpu-compiler` extra; --fast takes 2 and does not need it: the model `tiny` on a CPU,
+three budgets. Policies that come to the same are compiled once.
 
 Expected: every compiled peak within its budget, and at least 95 % of it used or nothing
 left to gain; cost that falls as the budget grows; at no budget more recomputed FLOPs
