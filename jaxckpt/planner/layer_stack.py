@@ -1,9 +1,11 @@
 """A stack of equal layers as the planner's model: which layers keep what.
 
-Two ways, the cheaper one is proposed. *Mixed*: every layer is checkpointed under one
-of at most two choices of its frontier (`jaxckpt.planner.frontier.mix`). *Grouped*: a
-layer plan of nested groups, by rotor's recurrence with the frontier as options, where
-the layers' inputs alone are too much.
+Four shapes of plan, each for what the one before does not fit. *Mixed*: every layer is
+checkpointed under one of at most two choices of its frontier
+(`jaxckpt.planner.frontier.mix`). Where the layers' inputs alone are too much, equal
+*groups* of layers, of the first ones or all; then *groups of groups*; then *nested*
+groups of any size, by rotor's recurrence with the frontier as options: these are no
+loops, which XLA compiles slowly and orders as it likes.
 
 No JAX here.
 """
@@ -36,6 +38,7 @@ from jaxckpt.schedules.simulate import simulate
 _OPTIONS = 6  # of the frontier, given to rotor
 _SLOTS = 200
 _DEPTH = 8  # of groups in groups: Python's stack is used up by some 20
+_MIXED, _GROUPS, _GROUPS_OF_GROUPS, _NESTED = range(4)  # shapes of plans
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,14 @@ class LayerStack:
     def gap(self) -> float:
         return max(choice.gap for choice in self.choices)
 
-    def propose(self, allowance: float) -> Proposal:
-        try:
+    @property
+    def shapes(self) -> int:
+        return 1 + _NESTED
+
+    def propose(self, allowance: float, shape: int) -> Proposal:
+        """The cheapest of a shape; no offloading in groups, which XLA:GPU does not
+        nest."""
+        if shape == _MIXED:
             mixed = mix(
                 self.choices,
                 self.num_layers,
@@ -125,25 +134,41 @@ class LayerStack:
                 host_budget=self.host_budget,
                 iterations=self.iterations,
             )
-        except Infeasible:
-            return self._grouped(allowance)
-        return self._mixed(mixed)
+            return self._mixed(mixed)
+        if not self._usable:
+            raise Infeasible("no choice without offloading to make groups of")
+        if shape == _NESTED:
+            return self._proposal(shallow_schedule(self._chain, allowance, _SLOTS))
+        fits = [one for one in self._of_shape(shape) if one.memory <= allowance]
+        if not fits:
+            raise Infeasible("no equal groups fit")
+        return min(fits, key=lambda one: (one.cost, one.memory))
 
-    def smallest(self) -> list[Proposal]:
-        """Every layer keeping the least, groups of such layers, and rotor's least."""
-        least = min(self.choices, key=lambda one: (one.saved_bytes, one.cost))
-        found = [self.uniform(least)]
-        if self._usable and self._groups:
-            found.append(min(self._groups, key=lambda one: one.memory))
-            halves = [one for one in self._groups if one.memory < found[0].memory]
-            found += sorted(halves, key=lambda one: (one.cost, one.memory))[:2]
-        if self._usable:
+    def smallest(self, shape: int) -> list[Proposal]:
+        """The one of least memory, if the shape has any."""
+        if shape == _MIXED:
+            least = min(self.choices, key=lambda one: (one.saved_bytes, one.cost))
+            return [self.uniform(least)]
+        if not self._usable:
+            return []
+        if shape == _NESTED:
             memory = least_memory(self._chain)
             for more in (1.02, 1.1, 1.3, 1.6):  # slots round up; not too deep
                 with contextlib.suppress(Infeasible):
-                    schedule = shallow_schedule(self._chain, memory * more + 1, _SLOTS)
-                    return [*found, self._proposal(schedule)]
-        return found
+                    return [self.propose(memory * more + 1, shape)]
+            return []
+        return sorted(self._of_shape(shape), key=lambda one: (one.memory, one.cost))[:1]
+
+    def cheapest_within(self, allowance: float) -> Proposal:
+        """The cheapest proposal of the first shape that has one.
+
+        Raises:
+          Infeasible: none has.
+        """
+        for shape in range(self.shapes - 1):
+            with contextlib.suppress(Infeasible):
+                return self.propose(allowance, shape)
+        return self.propose(allowance, _NESTED)
 
     def lower_bound(self, allowance: float) -> float:
         room = allowance - self._inputs
@@ -190,20 +215,13 @@ class LayerStack:
             * sum(count * choice.offloaded_bytes for choice, count in mixed.parts),
         )
 
-    def _grouped(self, allowance: float) -> Proposal:
-        """Equal groups, or where none fit nested ones by rotor, which compile slower;
-        no offloading, which XLA:GPU does not nest."""
-        if not self._usable:
-            raise Infeasible("no choice without offloading to make groups of")
-        fits = [one for one in self._groups if one.memory <= allowance]
-        if fits:
-            return min(fits, key=lambda one: (one.cost, one.memory))
-        return self._proposal(shallow_schedule(self._chain, allowance, _SLOTS))
+    def _of_shape(self, shape: int) -> list[Proposal]:
+        return self._groups if shape == _GROUPS else self._groups_of_groups
 
     @functools.cached_property
     def _groups(self) -> list[Proposal]:
         """Equal groups of layers under one choice, which compile to scans in a scan:
-        of some first layers or all, and in groups of groups."""
+        of some first layers or all."""
         layers = self.num_layers
         found = []
         for k in (*range(min(3, len(self._usable))), len(self._usable)):
@@ -211,14 +229,33 @@ class LayerStack:
             for size in self._group_sizes:
                 for end in range(layers - layers % size, size, -size):
                     items = (*grouped(flat[:end], size).items, *flat[end:])
-                    found.append(self._proposal(Schedule(items)))
-                if k == 0 and layers % size == 0:
-                    found += [
-                        self._proposal(regrouped(flat, size, inner))
-                        for inner in range(2, size // 2 + 1)
-                        if size % inner == 0
-                    ]
+                    memory = self._loops(end // size, max(size, layers - end), k)
+                    found.append(self._proposal(Schedule(items), _GROUPS, memory))
         return found
+
+    @functools.cached_property
+    def _groups_of_groups(self) -> list[Proposal]:
+        """Equal groups of equal groups, each layer keeping the least."""
+        layers = self.num_layers
+        flat = [Stage(index, 0) for index in range(layers)]
+        return [
+            self._proposal(
+                regrouped(flat, size, inner),
+                _GROUPS_OF_GROUPS,
+                self._loops(layers // size + size // inner, inner, 0),
+            )
+            for size in self._group_sizes
+            if layers % size == 0
+            for inner in range(2, size // 2 + 1)
+            if size % inner == 0
+        ]
+
+    def _loops(self, inputs: int, layers: int, option: int) -> int:
+        """Peak bytes of scans in scans: XLA allots what a scan stacks whole, so it is
+        the inputs of all groups that a loop goes through, and what the layers of one
+        group, or those in none, keep."""
+        one = self._chain.stages[0].options[option]
+        return inputs * self.input_bytes + layers * one.kept + one.backward_temporary
 
     @property
     def _group_sizes(self) -> list[int]:
@@ -239,7 +276,7 @@ class LayerStack:
                 kept=choice.saved_bytes + self._beside(choice),
                 forward=self.forward_seconds,
                 backward=2 * self.forward_seconds + choice.cost,
-                backward_temporary=choice.working_bytes + self.input_bytes,
+                backward_temporary=choice.working_bytes,
             )
             for choice in self._usable
         )
@@ -248,13 +285,16 @@ class LayerStack:
             + self.input_bytes,
             forward=self.forward_seconds,
             backward=2 * self.forward_seconds,
-            backward_temporary=self.input_bytes,
         )
         options = (*options, everything)  # a layer of a group without remat
-        layer = StageCosts(self.input_bytes, self.forward_seconds, options)
+        # Gradients that go from layer to layer are not counted, as in `stack_memory`.
+        layer = StageCosts(self.input_bytes, self.forward_seconds, options, gradient=0)
         return Chain((layer,) * self.num_layers, input=self.input_bytes)
 
-    def _proposal(self, schedule: Schedule) -> Proposal:
+    def _proposal(
+        self, schedule: Schedule, shape: int = _NESTED, memory: int | None = None
+    ) -> Proposal:
+        """Of rotor's schedules the memory is the simulated one."""
         usable = [policy_of(one, self.input_name) for one in self._usable]
         policies = [[*usable, NONE]] * self.num_layers
         flops = [*(one.flops for one in self._usable), 0]
@@ -271,9 +311,13 @@ class LayerStack:
         )
         return Proposal(
             layer_plan=str(LayerPlan(runs_of(schedule.items, policies))),
-            memory=float(simulated.peak + (self.iterations - 1) * held),
+            memory=float(
+                (simulated.peak if memory is None else memory)
+                + (self.iterations - 1) * held
+            ),
             cost=(simulated.time - plain) * self.iterations,
             flops=again * self.iterations * self.stages,
+            shape=shape,
         )
 
 

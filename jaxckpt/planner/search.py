@@ -2,13 +2,14 @@
 
 The memory model is good to a few percent; XLA decides the rest. So a proposal is
 compiled on the target, the difference to the model is learned, and the next one is made
-for what the budget really leaves. Of the proposals whose *compiled* peak is within the
+for what the budget really leaves. What is learned of one shape of plan (layers by
+themselves, in groups, in groups of groups) holds for that shape: XLA's difference to
+the model is not the same in all. Of the proposals whose *compiled* peak is within the
 budget, the cheapest is the answer; one over it never is.
 
 No JAX here: the model and the compiler are handed in.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ Compile = Callable[[str], dict[str, Any]]
 MAX_COMPILES = 5
 _USED = 0.985  # of a budget: no more compiles are spent on the rest
 _FAR = 1.03  # times the budget: over by more than a correction should leave
+_DOUBT = 1.25  # times the memory that a shape not compiled yet may really have
 
 
 class PlanError(RuntimeError):
@@ -41,6 +43,7 @@ class Proposal:
       flops: matmul FLOPs that run again, over all devices, counted.
       exposed_seconds: the part of ``cost`` that is transfer.
       offloaded_bytes: kept in host memory.
+      shape: which of the `Model.shapes` it has.
     """
 
     layer_plan: str
@@ -49,6 +52,7 @@ class Proposal:
     flops: int
     exposed_seconds: float = 0.0
     offloaded_bytes: int = 0
+    shape: int = 0
 
 
 class Model(Protocol):
@@ -74,17 +78,23 @@ class Model(Protocol):
         """The largest relative distance from an optimum that is left unproven."""
         ...
 
-    def propose(self, allowance: float) -> Proposal:
-        """The cheapest proposal within an allowance of memory.
+    @property
+    def shapes(self) -> int:
+        """How many shapes its plans have, 0 the cheapest: one of a later shape is for
+        what none of an earlier one fits."""
+        ...
+
+    def propose(self, allowance: float, shape: int) -> Proposal:
+        """The cheapest proposal of a shape within an allowance of memory.
 
         Raises:
           Infeasible: there is none.
         """
         ...
 
-    def smallest(self) -> Sequence[Proposal]:
-        """Proposals of little memory and different shape, at least one: what to try
-        where the compiler needs much more than the model says."""
+    def smallest(self, shape: int) -> Sequence[Proposal]:
+        """Proposals of a shape and of little memory: what to try where the compiler
+        needs much more than the model says. Of shape 0 at least one."""
         ...
 
     def lower_bound(self, allowance: float) -> float:
@@ -177,24 +187,23 @@ class _Search:
     max_compiles: int
     progress: Callable[[str], None]
     tried: list[Candidate] = field(default_factory=list)
+    small: dict[int, Sequence[Proposal]] = field(default_factory=dict)
     seconds: float = 0.0
 
     def run(self) -> Found:
         check_static(self.model.static, self.budget)
-        allowance = float(self.budget - self.model.fixed_bytes)
         while len(self.tried) < self.max_compiles:
-            proposal = self._next(allowance)
+            proposal = self._next()
             if proposal is None:
                 break
             self._try(proposal)
             if self._is_good_enough(self.tried[-1]):
                 break
-            allowance = self._allowance()
-        fitting = self._fitting()
-        if not fitting:
+        best = self._best()
+        if best is None:
             raise Infeasible(self._shortfall())
-        best = min(fitting, key=lambda one: (one.proposal.cost, one.compiled_bytes))
-        bound = self.model.lower_bound(max(self._allowance(), best.proposal.memory))
+        allowance = max(self._allowance(best.proposal.shape), best.proposal.memory)
+        bound = self.model.lower_bound(allowance)
         return Found(
             best=best,
             tried=tuple(self.tried),
@@ -203,16 +212,25 @@ class _Search:
             gap=self.model.gap,
         )
 
-    def _next(self, allowance: float) -> Proposal | None:
-        """The best proposal not compiled yet for an allowance, or a small one."""
+    def _next(self) -> Proposal | None:
+        """The best proposal not compiled yet: of the first shape that has one, or a
+        small one."""
         self.progress("solving")
         start = time.perf_counter()
         try:
-            if self._is_lost():
-                return self._small(allowance)
-            return self._propose(allowance)
+            if not self._is_lost():
+                for shape in self._shapes():
+                    proposal = self._propose(shape)
+                    if proposal is not None:
+                        return proposal
+            return self._small()
         finally:
             self.seconds += time.perf_counter() - start
+
+    def _shapes(self) -> range:
+        """Those in which something better than the best so far may be found."""
+        best = self._best()
+        return range(self.model.shapes if best is None else best.proposal.shape + 1)
 
     def _is_lost(self) -> bool:
         """Nothing fits, and one compile is left or a corrected model is far off."""
@@ -220,44 +238,75 @@ class _Search:
             return False
         if len(self.tried) >= self.max_compiles - 1:
             return True
-        return len(self.tried) > 1 and (
-            self.tried[-1].compiled_bytes > _FAR * self.budget
-        )
+        if len(self.tried) < 2:
+            return False
+        last, before = self.tried[-1], self.tried[-2]
+        corrected = last.proposal.shape == before.proposal.shape
+        return corrected and last.compiled_bytes > _FAR * self.budget
 
-    def _propose(self, allowance: float) -> Proposal | None:
-        done = {one.proposal.layer_plan for one in self.tried}
-        best = min((one.proposal.cost for one in self._fitting()), default=None)
+    def _propose(self, shape: int) -> Proposal | None:
+        """The cheapest of a shape that fits by the corrected model, if it is cheaper
+        than what fits already; where none does, the least of a shape of which nothing
+        was compiled, if the model need not be far off for it to fit."""
+        allowance = self._allowance(shape)
         while True:
             try:
-                proposal = self.model.propose(allowance)
+                proposal = self.model.propose(allowance, shape)
             except Infeasible:
-                return self._small(allowance)
-            if best is not None and proposal.cost >= best:
-                return self._small(allowance)  # what is found already is as good
-            if proposal.layer_plan not in done:
+                return self._doubted(shape)
+            if proposal.cost >= self._cost():
+                return None  # what is found already is as good
+            if proposal.layer_plan not in self._done():
                 return proposal
             allowance = min(allowance - 0.002 * self.budget, proposal.memory - 1)
 
-    def _small(self, allowance: float) -> Proposal | None:
+    def _doubted(self, shape: int) -> Proposal | None:
+        if any(one.proposal.shape == shape for one in self.tried):
+            return None
+        least = min(self._smaller(shape), key=lambda one: one.memory, default=None)
+        if least and least.memory <= _DOUBT * self._allowance(shape):
+            return least
+        return None
+
+    def _small(self) -> Proposal | None:
         """Of the smallest not compiled yet and cheaper than what fits: the cheapest
-        that fits by the model, or else the one of least memory."""
-        done = {one.proposal.layer_plan for one in self.tried}
-        best = min((one.proposal.cost for one in self._fitting()), default=math.inf)
-        small = [
-            one
-            for one in self.smallest
-            if one.layer_plan not in done and one.cost < best * (1 - 1e-9)
-        ]
+        that fits by the model, or else the one of least memory. Where something fits,
+        of its shape: those before it had their turn."""
 
         def order(one: Proposal):
-            fits = one.memory <= allowance
+            fits = one.memory <= self._allowance(one.shape)
             return (0, one.cost, one.memory) if fits else (1, one.memory, one.cost)
 
+        best = self._best()
+        shapes = range(self.model.shapes) if best is None else [best.proposal.shape]
+        small = [one for shape in shapes for one in self._smaller(shape)]
         return min(small, key=order, default=None)
 
-    @functools.cached_property
-    def smallest(self) -> Sequence[Proposal]:
-        return self.model.smallest()
+    def _smaller(self, shape: int) -> list[Proposal]:
+        """The smallest of a shape not compiled yet and cheaper than what fits."""
+        cost, done = self._cost() * (1 - 1e-9), self._done()
+        found = self._smallest(shape)
+        return [one for one in found if one.layer_plan not in done and one.cost < cost]
+
+    def _smallest(self, shape: int) -> Sequence[Proposal]:
+        if shape not in self.small:
+            self.small[shape] = self.model.smallest(shape)
+        return self.small[shape]
+
+    def _done(self) -> set[str]:
+        return {one.proposal.layer_plan for one in self.tried}
+
+    def _best(self) -> Candidate | None:
+        """The cheapest that fits."""
+
+        def order(one: Candidate):
+            return one.proposal.cost, one.compiled_bytes
+
+        return min(self._fitting(), key=order, default=None)
+
+    def _cost(self) -> float:
+        best = self._best()
+        return math.inf if best is None else best.proposal.cost
 
     def _try(self, proposal: Proposal) -> None:
         text = proposal.layer_plan
@@ -272,22 +321,32 @@ class _Search:
 
     def _bias(self, proposal: Proposal) -> float:
         """Compiled minus model, as learned from the nearest candidate."""
-        if not self.tried:
+        known = self._known(proposal.shape)
+        if not known:
             return 0.0
-        near = min(
-            self.tried, key=lambda one: abs(one.proposal.memory - proposal.memory)
-        )
+        near = min(known, key=lambda one: abs(one.proposal.memory - proposal.memory))
         return near.compiled_bytes - self.model.fixed_bytes - near.proposal.memory
 
-    def _allowance(self) -> float:
+    def _known(self, shape: int) -> list[Candidate]:
+        """Candidates to learn from: of a shape, or of the last one before it that has
+        any."""
+        shapes = (one.proposal.shape for one in self.tried)
+        last = max((one for one in shapes if one <= shape), default=-1)
+        return [one for one in self.tried if one.proposal.shape == last]
+
+    def _allowance(self, shape: int) -> float:
         """How much of the model's memory the budget leaves, by what was compiled.
 
         Compiled bytes are taken as linear in the model's between a candidate that fits
         and one that does not, and beyond the last two by their slope.
         """
-        above = [one for one in self.tried if one.compiled_bytes > self.budget]
+        known = self._known(shape)
+        if not known:
+            return float(self.budget - self.model.fixed_bytes)
+        above = [one for one in known if one.compiled_bytes > self.budget]
+        below = [one for one in known if one.compiled_bytes <= self.budget]
         high = min(above, key=lambda one: one.proposal.memory, default=None)
-        low = max(self._fitting(), key=lambda one: one.proposal.memory, default=None)
+        low = max(below, key=lambda one: one.proposal.memory, default=None)
         if high and low and high.proposal.memory > low.proposal.memory:
             share = (self.budget - low.compiled_bytes) / (
                 high.compiled_bytes - low.compiled_bytes
@@ -295,20 +354,11 @@ class _Search:
             width = high.proposal.memory - low.proposal.memory
             return min(low.proposal.memory + share * width, high.proposal.memory - 1)
         near = high or low
-        assert near is not None  # something was compiled
-        room = (self.budget - near.compiled_bytes) / self._slope()
+        assert near is not None  # one of what is known
+        room = (self.budget - near.compiled_bytes) / _slope(known)
         allowance = near.proposal.memory + room
-        return min(allowance, high.proposal.memory - 1) if high else allowance
-
-    def _slope(self) -> float:
-        """Compiled bytes per byte of the model, by the last two candidates."""
-        if len(self.tried) < 2:
-            return 1.0
-        one, other = self.tried[-2:]
-        apart = other.proposal.memory - one.proposal.memory
-        if not apart:
-            return 1.0
-        return min(2.0, max(0.5, (other.compiled_bytes - one.compiled_bytes) / apart))
+        same = near.proposal.shape == shape
+        return min(allowance, high.proposal.memory - 1) if high and same else allowance
 
     def _fitting(self) -> list[Candidate]:
         return [one for one in self.tried if one.compiled_bytes <= self.budget]
@@ -318,7 +368,7 @@ class _Search:
             return False
         nothing_left = candidate.proposal.cost <= self.model.cheapest * (1 + 1e-9)
         used = candidate.compiled_bytes >= _USED * self.budget
-        return nothing_left or (used and self._small(math.inf) is None)
+        return nothing_left or (used and self._small() is None)
 
     def _shortfall(self) -> str:
         least = min(self.tried, key=lambda one: one.compiled_bytes)
@@ -330,3 +380,14 @@ class _Search:
             f"{format_bytes(row['temp_bytes'])} temporaries "
             f"({least.proposal.layer_plan})"
         )
+
+
+def _slope(candidates: Sequence[Candidate]) -> float:
+    """Compiled bytes per byte of the model, by the last two candidates."""
+    if len(candidates) < 2:
+        return 1.0
+    one, other = candidates[-2:]
+    apart = other.proposal.memory - one.proposal.memory
+    if not apart:
+        return 1.0
+    return min(2.0, max(0.5, (other.compiled_bytes - one.compiled_bytes) / apart))

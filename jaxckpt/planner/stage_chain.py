@@ -133,10 +133,14 @@ class StageChain:
             known.setdefault(id(stage), stage.costs)
         return Chain(tuple(known[id(stage)] for stage in self.stages))
 
-    def propose(self, allowance: float) -> Proposal:
+    @property
+    def shapes(self) -> int:
+        return 1
+
+    def propose(self, allowance: float, shape: int = 0) -> Proposal:
         return self._proposal(shallow_schedule(self.chain, allowance, _SLOTS))
 
-    def smallest(self) -> list[Proposal]:
+    def smallest(self, shape: int = 0) -> list[Proposal]:
         """Every stage under ``full``, groups of them or of ``none``, and rotor's least.
 
         Rotor's is the least of the model. XLA often needs more for groups in groups

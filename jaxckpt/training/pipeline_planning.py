@@ -87,10 +87,11 @@ def weigh(
     schedule = config.pipeline
     assert schedule is not None  # the caller's choice
     try:
-        proposal = stack.propose(budget - stack.fixed_bytes)
+        proposal = stack.cheapest_within(budget - stack.fixed_bytes)
         layer_plan = proposal.layer_plan
     except Infeasible:
-        proposal = min(stack.smallest(), key=lambda one: one.memory)
+        small = [one for shape in range(stack.shapes) for one in stack.smallest(shape)]
+        proposal = min(small, key=lambda one: one.memory)
         layer_plan = ""
     runs = schedule.iterations * stack.num_layers
     return Microbatches(

@@ -18,6 +18,7 @@ class Ladder:
     fixed_bytes = FIXED
     cheapest = 0.0
     gap = 0.0
+    shapes = 1
 
     def __init__(self, rungs: int = 51, small: tuple[Proposal, ...] = ()):
         self.rungs = [
@@ -26,13 +27,13 @@ class Ladder:
         ]
         self.small = small
 
-    def propose(self, allowance):
+    def propose(self, allowance, shape=0):
         fits = [one for one in self.rungs if one.memory <= allowance]
         if not fits:
             raise Infeasible("nothing fits")
         return min(fits, key=lambda one: one.cost)
 
-    def smallest(self):
+    def smallest(self, shape=0):
         return [self.rungs[0], *self.small]
 
     def lower_bound(self, allowance):
