@@ -9,6 +9,7 @@ they kept. `stack_bound` says how much a plan of any shape could still gain.
 No JAX here.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import numpy as np
 
 from jaxckpt.planner.solve import Choice, Infeasible, Link, Operation, Program
 from jaxckpt.units import format_bytes
+
+_STEEPEST = 4  # falls of cost on the frontier that are looked at more closely
 
 
 def frontier(
@@ -33,7 +36,7 @@ def frontier(
       operations: the block.
       copies: how many layers keep their values at once.
       budgets: how many budgets to try, evenly from the least memory to the most that
-        helps.
+        helps; the last few just below where the cost then falls most.
       link, host_budget: as for `jaxckpt.planner.solve.solve`.
 
     Returns:
@@ -42,9 +45,15 @@ def frontier(
     program = Program(operations, copies, link, host_budget)
     found = [program.solve(math.inf)]
     highest = found[0].memory(copies)
-    for budget in np.linspace(highest, program.least, budgets)[1:]:
+    steps = max(2, budgets - _STEEPEST)
+    for budget in np.linspace(highest, program.least, steps)[1:]:
         if budget < found[-1].memory(copies):  # else the last optimum fits here, too
             found.append(program.solve(float(budget)))
+    falls = sorted(itertools.pairwise(found), key=lambda two: two[0].cost - two[1].cost)
+    for cheap, _ in falls[:_STEEPEST]:
+        below = cheap.memory(copies) - 1
+        if below >= program.least:
+            found.append(program.solve(below))
     return pareto(found, copies)
 
 

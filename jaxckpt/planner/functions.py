@@ -12,7 +12,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxckpt import compat
 from jaxckpt.compiler.flops import count_flops
 from jaxckpt.compiler.memory import compile_step, memory_bytes
-from jaxckpt.compiler.targets import KINDS, GpuKind, Target, parse_target
+from jaxckpt.compiler.targets import Target, parse_target
 from jaxckpt.layers import layer_plan
 from jaxckpt.layout import split_layers
 from jaxckpt.modules import refuse_nnx
@@ -21,6 +21,7 @@ from jaxckpt.planner.frontier import frontier
 from jaxckpt.planner.graph import BlockGraph, block_graph
 from jaxckpt.planner.layer_stack import LayerStack
 from jaxckpt.planner.plan import Plan
+from jaxckpt.planner.roofline import kind_of
 from jaxckpt.planner.search import MAX_COMPILES, Model, search
 from jaxckpt.planner.solve import Link, evaluate
 from jaxckpt.planner.stage_chain import StageChain, StageModel
@@ -36,8 +37,6 @@ from jaxckpt.segments import (
 )
 from jaxckpt.stack import stack
 from jaxckpt.units import check_budget, parse_bytes
-
-NOMINAL = "h100"  # whose rates stand in for a device that is not known
 
 
 def plan(
@@ -191,8 +190,8 @@ class _Site:
     def __init__(self, target: Target, mesh: Mesh | None):
         devices = list(mesh.devices.flat) if mesh is not None else target.devices()
         self.target = target
-        self.kind: GpuKind = target.kind or KINDS[NOMINAL]
         self.platform = "gpu" if target.is_absent else devices[0].platform
+        self.kind = kind_of(target, self.platform)
         self.text = (
             ",".join(f"{axis}:{size}" for axis, size in mesh.shape.items())
             if mesh is not None
@@ -296,6 +295,7 @@ def _stack_job(fn, args, num_layers: int, site: _Site, offload: bool, host_budge
         forward_flops=graph.forward_flops,
         link=link,
         host_budget=host_budget,
+        layer_bytes=gradients // num_layers,
     )
 
     def compile(text: str) -> dict[str, Any]:

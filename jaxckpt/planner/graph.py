@@ -21,10 +21,10 @@ from jax.extend import core as jex_core
 
 from jaxckpt import compat
 from jaxckpt.automatic_names import name_values
-from jaxckpt.compiler.targets import GpuKind
 from jaxckpt.naming import subjaxprs, trace_forward
 from jaxckpt.planner.roofline import (
     FREE,
+    Kind,
     Roofline,
     flops_of,
     local_shapes,
@@ -95,7 +95,7 @@ class BlockGraph:
 def block_graph(
     fn: Callable[..., Any],
     *args: Any,
-    kind: GpuKind,
+    kind: Kind,
     shardings: Any = None,
     gpus_per_host: int | None = None,
     keep: Collection[str] = (),

@@ -62,6 +62,8 @@ class LayerStack:
       forward_seconds, forward_flops: of one layer's forward pass; estimated, counted.
       link: the way to host memory; None forbids offloading.
       host_budget: bytes of host memory.
+      layer_bytes: of one layer's weights. Each layer of a group has copies of them
+        and of their gradients, while its group runs backward.
       iterations: how often a device runs these layers in a step, keeping what they
         save of all runs: in a pipeline, where they are the layers of one chunk.
       stages: devices that do so at once, each with layers of its own.
@@ -77,6 +79,7 @@ class LayerStack:
     input_name: str = ""
     link: Link | None = None
     host_budget: float = math.inf
+    layer_bytes: int = 0
     iterations: int = 1
     stages: int = 1
 
@@ -145,7 +148,7 @@ class LayerStack:
         return min(fits, key=lambda one: (one.cost, one.memory))
 
     def smallest(self, shape: int) -> list[Proposal]:
-        """The one of least memory, if the shape has any."""
+        """The one or two of least memory, if the shape has any."""
         if shape == _MIXED:
             least = min(self.choices, key=lambda one: (one.saved_bytes, one.cost))
             return [self.uniform(least)]
@@ -157,7 +160,7 @@ class LayerStack:
                 with contextlib.suppress(Infeasible):
                     return [self.propose(memory * more + 1, shape)]
             return []
-        return sorted(self._of_shape(shape), key=lambda one: (one.memory, one.cost))[:1]
+        return sorted(self._of_shape(shape), key=lambda one: (one.memory, one.cost))[:2]
 
     def cheapest_within(self, allowance: float) -> Proposal:
         """The cheapest proposal of the first shape that has one.
@@ -229,7 +232,7 @@ class LayerStack:
             for size in self._group_sizes:
                 for end in range(layers - layers % size, size, -size):
                     items = (*grouped(flat[:end], size).items, *flat[end:])
-                    memory = self._loops(end // size, max(size, layers - end), k)
+                    memory = self._loops(end // size, size, layers - end, k)
                     found.append(self._proposal(Schedule(items), _GROUPS, memory))
         return found
 
@@ -242,7 +245,7 @@ class LayerStack:
             self._proposal(
                 regrouped(flat, size, inner),
                 _GROUPS_OF_GROUPS,
-                self._loops(layers // size + size // inner, inner, 0),
+                self._loops(layers // size + size // inner, inner, 0, 0),
             )
             for size in self._group_sizes
             if layers % size == 0
@@ -250,12 +253,14 @@ class LayerStack:
             if size % inner == 0
         ]
 
-    def _loops(self, inputs: int, layers: int, option: int) -> int:
+    def _loops(self, inputs: int, size: int, rest: int, option: int) -> int:
         """Peak bytes of scans in scans: XLA allots what a scan stacks whole, so it is
         the inputs of all groups that a loop goes through, and what the layers of one
-        group, or those in none, keep."""
+        group, or the rest in none, keep."""
         one = self._chain.stages[0].options[option]
-        return inputs * self.input_bytes + layers * one.kept + one.backward_temporary
+        group = size * (one.kept + 2 * self.layer_bytes)
+        held = max(group, rest * one.kept)
+        return inputs * self.input_bytes + held + one.backward_temporary
 
     @property
     def _group_sizes(self) -> list[int]:

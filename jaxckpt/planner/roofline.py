@@ -18,10 +18,14 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from jaxckpt import compat
+from jaxckpt.compiler.cpu_kind import CPU, CpuKind
 from jaxckpt.compiler.flops import equation_flops, walk
-from jaxckpt.compiler.targets import GpuKind
+from jaxckpt.compiler.targets import KINDS, GpuKind, Target
 from jaxckpt.naming import aval_bytes, subjaxprs
 from jaxckpt.programs import variables
+
+Kind = GpuKind | CpuKind
+NOMINAL = "h100"  # whose rates stand in for an attached device that we do not know
 
 # Data movement that XLA folds into whatever reads the result.
 FREE = (
@@ -43,7 +47,7 @@ class Roofline:
       gpus_per_host: from how many devices on a collective crosses the network.
     """
 
-    kind: GpuKind
+    kind: Kind
     cuts: dict[Any, tuple[int, ...]] = field(default_factory=dict)
     gpus_per_host: int | None = None
 
@@ -131,8 +135,23 @@ class Roofline:
         return self.share(largest, share)
 
 
-def matmul_peak(kind: GpuKind, dtype: str) -> float:
+def kind_of(target: Target, platform: str) -> Kind:
+    """Whose rates a target has; ``platform`` is JAX's name of its devices'.
+
+    Example:
+      >>> from jaxckpt.compiler.targets import parse_target
+      >>> kind_of(parse_target("h100:8"), "gpu").name
+      'NVIDIA H100 80GB HBM3'
+      >>> kind_of(parse_target("cpu"), "cpu").matmul_flops
+      100000000000.0
+    """
+    return target.kind or (CPU if platform == "cpu" else KINDS[NOMINAL])
+
+
+def matmul_peak(kind: Kind, dtype: str) -> float:
     """Matmul FLOP/s of a kind by operand type; float32 is TF32 from Ampere on."""
+    if isinstance(kind, CpuKind):
+        return kind.matmul_flops
     if dtype in ("bfloat16", "float16"):
         return kind.matmul_flops
     if dtype == "float32" and kind.capability >= (8, 0):

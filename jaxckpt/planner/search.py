@@ -23,9 +23,10 @@ Compile = Callable[[str], dict[str, Any]]
 """A layer plan's text to a row as `jaxckpt.report` makes them."""
 
 MAX_COMPILES = 5
-_USED = 0.985  # of a budget: no more compiles are spent on the rest
+_USED = 0.985  # of a budget: no more compiles are spent on the rest, unless it halves
 _FAR = 1.03  # times the budget: over by more than a correction should leave
-_DOUBT = 1.25  # times the memory that a shape not compiled yet may really have
+_DOUBT = 1.25  # times the allowance: may fit, of a shape not compiled yet
+_NEARLY = 1.02  # the same of a shape whose difference to the model is known
 
 
 class PlanError(RuntimeError):
@@ -246,8 +247,8 @@ class _Search:
 
     def _propose(self, shape: int) -> Proposal | None:
         """The cheapest of a shape that fits by the corrected model, if it is cheaper
-        than what fits already; where none does, the least of a shape of which nothing
-        was compiled, if the model need not be far off for it to fit."""
+        than what fits already; where none does, the least of the shape, if the model
+        need not be far off for it to fit."""
         allowance = self._allowance(shape)
         while True:
             try:
@@ -261,12 +262,10 @@ class _Search:
             allowance = min(allowance - 0.002 * self.budget, proposal.memory - 1)
 
     def _doubted(self, shape: int) -> Proposal | None:
-        if any(one.proposal.shape == shape for one in self.tried):
-            return None
+        known = any(one.proposal.shape == shape for one in self.tried)
+        most = (_NEARLY if known else _DOUBT) * self._allowance(shape)
         least = min(self._smaller(shape), key=lambda one: one.memory, default=None)
-        if least and least.memory <= _DOUBT * self._allowance(shape):
-            return least
-        return None
+        return least if least and least.memory <= most else None
 
     def _small(self) -> Proposal | None:
         """Of the smallest not compiled yet and cheaper than what fits: the cheapest
@@ -368,7 +367,14 @@ class _Search:
             return False
         nothing_left = candidate.proposal.cost <= self.model.cheapest * (1 + 1e-9)
         used = candidate.compiled_bytes >= _USED * self.budget
-        return nothing_left or (used and self._small() is None)
+        return nothing_left or (
+            used and self._small() is None and not self._halves(candidate.proposal)
+        )
+
+    def _halves(self, proposal: Proposal) -> bool:
+        """Whether what can still be saved halves with what is left of the budget."""
+        other, least = self._propose(proposal.shape), self.model.cheapest
+        return other is not None and 2 * (other.cost - least) <= proposal.cost - least
 
     def _shortfall(self) -> str:
         least = min(self.tried, key=lambda one: one.compiled_bytes)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxckpt.compiler.targets import KINDS, Target, parse_target
+from jaxckpt.compiler.targets import Target, parse_target
 from jaxckpt.planner.layer_stack import LayerStack
 from jaxckpt.planner.plan import Plan
 from jaxckpt.planner.search import (
@@ -40,7 +40,6 @@ from jaxckpt.training.plan_files import read_plan, read_plans
 from jaxckpt.training.reporting import default_policies, safe_share
 from jaxckpt.units import parse_bytes
 
-NOMINAL = "h100"  # whose rates stand in for a device that we do not know
 _RESULT = "jaxckpt-problem: "
 
 Offload = Literal["auto", "prefer", "never"]
@@ -59,6 +58,7 @@ class Problem:
       values: what a policy can keep: dicts of ``name, shape, dtype, nbytes, source``.
       num_devices: of the target.
       memory_limit: bytes of one device, None when it does not say.
+      host_bandwidth: bytes per second to host memory, each way.
       host_bytes: of the state, per device, in host memory whatever the plan.
     """
 
@@ -66,6 +66,7 @@ class Problem:
     values: list[dict[str, Any]]
     num_devices: int
     memory_limit: int | None
+    host_bandwidth: float
     host_bytes: int = 0
 
 
@@ -198,7 +199,7 @@ def _plan_one(
         stack = dataclasses.replace(
             problem.stack,
             link=Link(
-                _kind(target).host_bandwidth,
+                problem.host_bandwidth,
                 window,
                 free=offload == "prefer",
             ),
@@ -208,7 +209,11 @@ def _plan_one(
     found = search(problem.stack, budget, compile, progress=progress)
     rows, failed = [], []
     if compare:
-        policies = ["none", "nothing_saveable", *best_named(problem, config, found)]
+        policies = [
+            "none",
+            "nothing_saveable",
+            *best_named(problem, config, found, budget),
+        ]
         for policy in dict.fromkeys(policies):
             progress(f"compiling {policy}, to compare with")
             row = compile(policy)
@@ -294,20 +299,24 @@ def _forward_seconds(row: dict[str, Any], problem: Problem) -> float:
     return phases["forward"] / (problem.stack.num_layers * problem.stack.iterations)
 
 
-def best_named(problem: Problem, config: TrainConfig, found: Found) -> list[str]:
+def best_named(
+    problem: Problem, config: TrainConfig, found: Found, budget: int
+) -> list[str]:
     """The named policies of the default ladder, the most promising one by the model.
 
     Returns:
-      At most one: the cheapest among those that the model says fit what the plan fits.
+      At most one: of those that the model, as it is or as corrected, says fit, the
+      cheapest; one that runs fewer FLOPs again than the plan before all others.
     """
     stack, best = problem.stack, found.best.proposal
     allowed = max(best.memory, min(one.proposal.memory for one in found.tried))
+    allowed = max(allowed, budget - stack.fixed_bytes)
     matmuls = {
         one.name
         for one in stack.operations
         if one.name and any(stack.operations[read].flops for read in one.reads)
     }
-    promising: list[tuple[float, str]] = []
+    promising: list[tuple[bool, float, str]] = []
     for text in default_policies(config):
         policy = parse_policy(text)
         keeps_matmuls = policy.rule == "dots_saveable"
@@ -318,8 +327,9 @@ def best_named(problem: Problem, config: TrainConfig, found: Found) -> list[str]
         runs = stack.num_layers * stack.iterations
         memory = runs * stack.input_bytes + choice.memory(runs)
         if memory <= allowed:
-            promising.append((choice.cost, text))
-    return [min(promising)[1]] if promising else []
+            flops = runs * stack.stages * choice.flops
+            promising.append((flops >= best.flops, choice.cost, text))
+    return [min(promising)[-1]] if promising else []
 
 
 def make_problem(job: Job) -> dict[str, Any]:
@@ -328,6 +338,7 @@ def make_problem(job: Job) -> dict[str, Any]:
 
     from jaxckpt.layers import layer_plan
     from jaxckpt.planner.graph import block_graph
+    from jaxckpt.planner.roofline import kind_of
     from jaxckpt.training.inspect import one_layer
     from jaxckpt.training.master import MASTER
     from jaxckpt.training.prepare import prepare
@@ -340,17 +351,18 @@ def make_problem(job: Job) -> dict[str, Any]:
     program = make_program(config, placement, layer_plan("none", num_layers))
     state = {name: _local_bytes(part) for name, part in program.state.items()}
     layer = one_layer(config, placement)
+    devices = placement.mesh.devices
+    kind = kind_of(target, devices.flat[0].platform)
     graph = block_graph(
         layer.apply,
         *layer.arguments,
-        kind=_kind(job.target),
+        kind=kind,
         shardings=layer.shardings,
         gpus_per_host=target.gpus,
         keep=config.architecture.always_kept,
     )
     x = layer.arguments[1]
     shape = layer.shardings[1].shard_shape(x.shape) if layer.shardings else x.shape
-    devices = placement.mesh.devices
     memory = (devices.flat[0].memory_stats() or {}) if not target.is_absent else {}
     stack = {
         "operations": [dataclasses.asdict(one) for one in graph.operations],
@@ -363,6 +375,7 @@ def make_problem(job: Job) -> dict[str, Any]:
             "batch": sum(map(_local_bytes, jax.tree.leaves(program.batch))),
         },
         "gradient_bytes": _gradient_bytes(config, program),
+        "layer_bytes": _layer_bytes(config, program),
         "iterations": config.pipeline.iterations if config.pipeline else 1,
         "stages": config.pipeline.stages if config.pipeline else 1,
         "input_bytes": math.prod(shape) * x.dtype.itemsize + graph.kept_bytes,
@@ -373,6 +386,7 @@ def make_problem(job: Job) -> dict[str, Any]:
     return {
         "stack": stack,
         "values": [dataclasses.asdict(value) for value in graph.values.values()],
+        "host_bandwidth": kind.host_bandwidth,
         "host_bytes": program.host_bytes,
         "num_devices": devices.size,
         "memory_limit": target.memory_limit or memory.get("bytes_limit"),
@@ -398,6 +412,13 @@ def _gradient_bytes(config: TrainConfig, program: Any) -> int:
             params,
         )
     return _local_bytes(params) + beside
+
+
+def _layer_bytes(config: TrainConfig, program: Any) -> int:
+    """Weights of one layer on one device."""
+    repeats = config.pipeline.repeats if config.pipeline else 1
+    layers = program.state["params"]["layers"]
+    return _local_bytes(layers) // (repeats * config.planned_layers)
 
 
 def _beside_gradients(config: TrainConfig, layers: Any) -> int:
@@ -469,10 +490,6 @@ def _plan(
 def _host_allowance(budget: str, taken: int) -> float:
     """Bytes of host memory for activations, beside the state that is there."""
     return max(parse_bytes(budget) - taken, 0) if budget else math.inf
-
-
-def _kind(target: str) -> Any:
-    return parse_target(target).kind or KINDS[NOMINAL]
 
 
 def _local_bytes(tree: Any) -> int:

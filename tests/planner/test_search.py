@@ -210,3 +210,71 @@ def test_progress_names_every_candidate():
     model = Ladder()
     search(model, FIXED + 510, Compiler(model), progress=told.append)
     assert told == ["solving", "compiling candidate 1: 26xfull"]
+
+
+class TwoShapes(Ladder):
+    """Beside the ladder, groups: costlier, of 4 to 400 bytes."""
+
+    shapes = 2
+
+    def __init__(self):
+        super().__init__()
+        self.rungs = self.rungs[20:]  # 410 bytes or more
+        self.groups = [
+            Proposal(f"{i + 2}x2xfull", 4 * i, float(200 - i), flops=i, shape=1)
+            for i in range(1, 101)
+        ]
+
+    def propose(self, allowance, shape=0):
+        if shape == 0:
+            return super().propose(allowance)
+        fits = [one for one in self.groups if one.memory <= allowance]
+        if not fits:
+            raise Infeasible("no groups fit")
+        return min(fits, key=lambda one: one.cost)
+
+    def smallest(self, shape=0):
+        return self.groups[:1] if shape else self.rungs[:1]
+
+    def find(self, text):
+        every = (*self.rungs, *self.groups)
+        return next(one for one in every if one.layer_plan == text)
+
+
+def test_the_least_of_a_cheaper_shape_is_tried_where_the_model_may_be_off():
+    """The model is 80 over, as the first compile shows; without that it says groups."""
+    model = TwoShapes()
+    compiler = Compiler(model, offset=-80)
+    found = search(model, FIXED + 345, compiler)
+    assert compiler.calls == ["21xfull"]
+    assert found.best.compiled_bytes == FIXED + 330
+
+
+def test_a_shape_far_over_the_budget_is_not_compiled():
+    model = TwoShapes()
+    compiler = Compiler(model)
+    found = search(model, FIXED + 200, compiler)
+    assert compiler.calls == ["52x2xfull"]
+    assert found.best.compiled_bytes == FIXED + 200
+
+
+def test_what_is_learned_of_one_shape_does_not_count_for_one_that_has_its_own():
+    """Layers by themselves need 100 more than the model says, groups do not."""
+    model = TwoShapes()
+    offset = {one.layer_plan: FIXED + one.memory + 100 for one in model.rungs}
+    compiler = Compiler(model, special=offset)
+    found = search(model, FIXED + 396, compiler)
+    assert compiler.calls[0] == "21xfull"  # 410, and 510 compiled
+    assert found.best.proposal.shape == 1
+    assert found.best.compiled_bytes == FIXED + 396  # by what groups told, not layers
+    assert len(compiler.calls) == 3
+
+
+def test_one_more_compile_where_it_saves_half_of_what_is_left():
+    """Of the two cheapest rungs the first fits with a byte to spare, by the compiler
+    the last one, too."""
+    model = Ladder()
+    compiler = Compiler(model, special={"50xfull": 1480, "51xfull": 1499})
+    found = search(model, 1500, compiler)
+    assert compiler.calls == ["50xfull", "51xfull"]
+    assert found.best.proposal.cost == 0
