@@ -148,6 +148,16 @@ def kind_of(target: Target, platform: str) -> Kind:
     return target.kind or (CPU if platform == "cpu" else KINDS[NOMINAL])
 
 
+def kind_name(kind: Kind) -> str:
+    """A nominal kind, as in "at an H100's rates".
+
+    Example:
+      >>> kind_name(CPU)
+      'a CPU'
+    """
+    return "a CPU" if isinstance(kind, CpuKind) else f"an {NOMINAL.upper()}"
+
+
 def matmul_peak(kind: Kind, dtype: str) -> float:
     """Matmul FLOP/s of a kind by operand type; float32 is TF32 from Ampere on."""
     if isinstance(kind, CpuKind):

@@ -8,14 +8,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxckpt.compiler.targets import parse_target
 from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save, shorten
 from jaxckpt.planner.frontier import hull
 from jaxckpt.planner.solve import evaluate
 from jaxckpt.policies import parse_policy
 from jaxckpt.receipt import host_bytes
 from jaxckpt.training.mesh_search import MeshEstimate
-from jaxckpt.training.planning import NOMINAL, PlannedRun
+from jaxckpt.training.planning import PlannedRun
 from jaxckpt.units import format_bytes, format_milliseconds
 
 _MESHES = 8  # of a ranking, shown
@@ -48,13 +47,14 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     elif bound:
         console.print(
             f"At most {cost / bound - 1:.1%} above the lower bound of any plan "
-            f"within this budget (estimated{_rates(plan.target)})."
+            f"within this budget (estimated{_rates(planned)})."
         )
 
 
-def _rates(target: str) -> str:
+def _rates(planned: PlannedRun) -> str:
     """Whose rates the model's seconds are of, where they are not the target's own."""
-    return "" if parse_target(target).kind else f" at an {NOMINAL.upper()}'s rates"
+    rates = planned.problem.rates
+    return f" at {rates}'s rates" if rates else ""
 
 
 def print_meshes(meshes: Sequence[MeshEstimate], console: Console) -> None:
@@ -92,7 +92,7 @@ def _microbatches(planned: PlannedRun) -> Table:
     """What other numbers of micro-batches would cost, by the model."""
     table = Table(
         title="micro-batches, each with the best plan that fits: estimated"
-        f"{_rates(planned.plan.target)}, of the layers",
+        f"{_rates(planned)}, of the layers",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         **_TIGHT,
@@ -146,7 +146,7 @@ def _numbers(planned: PlannedRun) -> Table:
     exposed = plan.predicted.get("exposed_transfer_seconds", 0.0)
     if plan.predicted.get("offloaded_bytes"):
         table.add_row(
-            f"transfer that does not hide (estimated{_rates(plan.target)})",
+            f"transfer that does not hide (estimated{_rates(planned)})",
             format_milliseconds(exposed),
             "",
         )
@@ -254,8 +254,7 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
     )
     axes.set_xlabel(f"device memory, {unit}")
     axes.set_ylabel(
-        "recomputation and keeping, ms per step\n"
-        f"(estimated{_rates(planned.plan.target)})"
+        f"recomputation and keeping, ms per step\n(estimated{_rates(planned)})"
     )
     axes.set_title(f"{planned.plan.model} on {planned.plan.target}")
     axes.grid(alpha=0.3)

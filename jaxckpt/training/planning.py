@@ -37,6 +37,7 @@ from jaxckpt.training.pipeline_planning import (
     weigh,
 )
 from jaxckpt.training.plan_files import read_plan, read_plans
+from jaxckpt.training.plan_sizes import gradient_bytes, layer_bytes, local_bytes
 from jaxckpt.training.reporting import default_policies, safe_share
 from jaxckpt.units import parse_bytes
 
@@ -59,6 +60,8 @@ class Problem:
       num_devices: of the target.
       memory_limit: bytes of one device, None when it does not say.
       host_bandwidth: bytes per second to host memory, each way.
+      rates: whose rates stand in for the target's, "an H100" or "a CPU"; "" where they
+        are its own.
       host_bytes: of the state, per device, in host memory whatever the plan.
     """
 
@@ -67,6 +70,7 @@ class Problem:
     num_devices: int
     memory_limit: int | None
     host_bandwidth: float
+    rates: str = ""
     host_bytes: int = 0
 
 
@@ -338,7 +342,7 @@ def make_problem(job: Job) -> dict[str, Any]:
 
     from jaxckpt.layers import layer_plan
     from jaxckpt.planner.graph import block_graph
-    from jaxckpt.planner.roofline import kind_of
+    from jaxckpt.planner.roofline import kind_name, kind_of
     from jaxckpt.training.inspect import one_layer
     from jaxckpt.training.master import MASTER
     from jaxckpt.training.prepare import prepare
@@ -349,7 +353,7 @@ def make_problem(job: Job) -> dict[str, Any]:
     config, placement = prepared.config, prepared.placement
     num_layers = config.planned_layers
     program = make_program(config, placement, layer_plan("none", num_layers))
-    state = {name: _local_bytes(part) for name, part in program.state.items()}
+    state = {name: local_bytes(part) for name, part in program.state.items()}
     layer = one_layer(config, placement)
     devices = placement.mesh.devices
     kind = kind_of(target, devices.flat[0].platform)
@@ -372,10 +376,10 @@ def make_problem(job: Job) -> dict[str, Any]:
             "optimizer state": state["opt_state"]
             + state.get(MASTER, 0)
             - program.host_bytes,
-            "batch": sum(map(_local_bytes, jax.tree.leaves(program.batch))),
+            "batch": sum(map(local_bytes, jax.tree.leaves(program.batch))),
         },
-        "gradient_bytes": _gradient_bytes(config, program),
-        "layer_bytes": _layer_bytes(config, program),
+        "gradient_bytes": gradient_bytes(config, program),
+        "layer_bytes": layer_bytes(config, program),
         "iterations": config.pipeline.iterations if config.pipeline else 1,
         "stages": config.pipeline.stages if config.pipeline else 1,
         "input_bytes": math.prod(shape) * x.dtype.itemsize + graph.kept_bytes,
@@ -387,52 +391,11 @@ def make_problem(job: Job) -> dict[str, Any]:
         "stack": stack,
         "values": [dataclasses.asdict(value) for value in graph.values.values()],
         "host_bandwidth": kind.host_bandwidth,
+        "rates": "" if target.kind else kind_name(kind),
         "host_bytes": program.host_bytes,
         "num_devices": devices.size,
         "memory_limit": target.memory_limit or memory.get("bytes_limit"),
     }
-
-
-def _gradient_bytes(config: TrainConfig, program: Any) -> int:
-    """All gradients, in the dtypes that they are taken or summed in."""
-    import jax
-
-    from jaxckpt.training.master import differentiable, without_copy
-
-    params = without_copy(program.state)["params"]
-    beside = _beside_gradients(config, params["layers"])
-    added = config.accumulate > 1 or config.pipeline  # in float32
-    if config.offload_optimizer == "all" and not added:
-        taken = jax.eval_shape(differentiable, program.state["params"])
-        params = jax.tree.map(
-            lambda leaf, like: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=like.sharding
-            ),
-            taken,
-            params,
-        )
-    return _local_bytes(params) + beside
-
-
-def _layer_bytes(config: TrainConfig, program: Any) -> int:
-    """Weights of one layer on one device."""
-    repeats = config.pipeline.repeats if config.pipeline else 1
-    layers = program.state["params"]["layers"]
-    return _local_bytes(layers) // (repeats * config.planned_layers)
-
-
-def _beside_gradients(config: TrainConfig, layers: Any) -> int:
-    """Of a pipeline: the layers' weights in the compute dtype, kept for the loop, and
-    the gradients of one iteration before they are added."""
-    if config.pipeline is None:
-        return 0
-    import jax.numpy as jnp
-
-    schedule, layers = config.pipeline, _local_bytes(layers)
-    itemsize = jnp.dtype(config.architecture.compute_dtype).itemsize
-    copied = itemsize == 4 or config.offload_optimizer == "all"  # not for the loop
-    cast = 0 if copied else layers * itemsize // 4
-    return cast + layers * itemsize // 4 // schedule.repeats
 
 
 def find_problem(job: Job) -> Problem:
@@ -490,20 +453,6 @@ def _plan(
 def _host_allowance(budget: str, taken: int) -> float:
     """Bytes of host memory for activations, beside the state that is there."""
     return max(parse_bytes(budget) - taken, 0) if budget else math.inf
-
-
-def _local_bytes(tree: Any) -> int:
-    """Bytes of a pytree of `jax.ShapeDtypeStruct` on one device."""
-    import jax
-
-    from jaxckpt.naming import aval_bytes
-
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        size = math.prod(leaf.shape)
-        local = math.prod(leaf.sharding.shard_shape(leaf.shape))
-        total += aval_bytes(leaf) * local // size if size else 0
-    return total
 
 
 def _main() -> None:
