@@ -6,7 +6,7 @@
 The sources are `experiments/notebooks/*.py`, in jupytext's percent format; each becomes
 an `.ipynb` beside it. Change the source, never the notebook: a test compares them. Run
 it with the versions that the notebooks name, those of Colab. Needs jupytext, nbclient
-and ipykernel (`pip install -e '.[test]'`).
+and ipykernel (`pip install -e '.[notebook]'`).
 """
 
 import base64

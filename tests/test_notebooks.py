@@ -35,6 +35,7 @@ SAYS = {
     "bring_your_own_model": ["Did you mean 'hidden'?", "same gradients"],
     "plan_a_cluster": ["on h100:8" if COMPILER else "on cpu", "GiB per device"],
 }
+WARNS = "WARNING: "  # a receipt's; grain's own on jax 0.7 begin with "WARNING:absl:"
 NAMES = [source.stem for source in SOURCES]
 
 
@@ -46,7 +47,7 @@ def test_it_runs_from_top_to_bottom(name, tmp_path):
     said = text_of(notebook)
     for part in SAYS[name]:
         assert part in said, said
-    for trouble in ("error:", "Traceback", "Warning:", "WARNING: ", "\x1b["):
+    for trouble in ("error:", "Traceback", "Warning:", WARNS, "\x1b["):
         assert trouble not in said, said
     assert said.count("\n") < 300  # a progress bar has a line for every frame
     pictures = [
@@ -67,6 +68,22 @@ def test_the_notebook_is_its_source(name):
         assert (cell.cell_type, cell.source) == (expected.cell_type, expected.source)
         assert cell.metadata.get("tags") == expected.metadata.get("tags")
     assert (FOLDER / f"{name}.ipynb").stat().st_size < LARGEST
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_later_cells_need_has_ended_well(name):
+    """Otherwise a wrong POLICY or SIZE ends in a FileNotFoundError of the next cell."""
+    for cell in read_source(FOLDER / f"{name}.py").cells:
+        lines = cell.source.splitlines()
+        for line, after in zip(lines, [*lines[1:], ""], strict=True):
+            if line.startswith("!{python}"):
+                assert after.startswith("assert not _exit_code, "), line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_stored_output_warns_of_what_the_tool_did(name):
+    said = text_of(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4))
+    assert [line for line in said.splitlines() if line.startswith(WARNS)] == []
 
 
 def test_they_install_in_the_same_way():

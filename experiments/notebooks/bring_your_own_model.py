@@ -27,8 +27,10 @@
 
 # %% [markdown]
 # ## Install
-# From the checkout that this notebook lies in, or from an address that you set. It takes
-# the JAX that is there.
+# From the checkout that this notebook lies in, or from an address that you set; it takes
+# the JAX that is there. On Colab bring a checkout first: clone it in a cell before this
+# one, `!git clone https://...`, or upload a zip of it (the folder icon at the left) and
+# unpack it, `!unzip -q jaxckpt.zip`. Or set `ADDRESS`, as in `git+https://...`.
 
 # %%
 ADDRESS = ""  # what pip installs jaxckpt from; it has no public address yet

@@ -30,8 +30,10 @@
 
 # %% [markdown]
 # ## Install
-# From the checkout that this notebook lies in, or from an address that you set. It takes
-# the JAX that is there.
+# From the checkout that this notebook lies in, or from an address that you set; it takes
+# the JAX that is there. On Colab bring a checkout first: clone it in a cell before this
+# one, `!git clone https://...`, or upload a zip of it (the folder icon at the left) and
+# unpack it, `!unzip -q jaxckpt.zip`. Or set `ADDRESS`, as in `git+https://...`.
 
 # %%
 ADDRESS = ""  # what pip installs jaxckpt from; it has no public address yet
@@ -99,6 +101,7 @@ import tempfile
 
 folder = tempfile.mkdtemp(prefix="jaxckpt-")
 # !{python} -m jaxckpt.report {SIZE} --policies none full --json={folder}/report.json
+assert not _exit_code, "the report ended with the error above"
 
 # %% [markdown]
 # On a GPU, see it fail: one line says what was needed and what there is. Without one, a
@@ -125,6 +128,7 @@ from IPython.display import Image
 
 files = f"--out={folder}/plan.json --frontier={folder}/frontier.png"
 # !{python} -m jaxckpt.plan {SIZE} --memory-budget={BUDGET} {files}
+assert not _exit_code, "the planner ended with the error above"
 Image(f"{folder}/frontier.png", width=640)
 
 # %% [markdown]
@@ -134,6 +138,7 @@ Image(f"{folder}/frontier.png", width=640)
 run = f"{folder}/planned"
 flags = f"--plan={folder}/plan.json --steps={STEPS} --workdir={run}"
 # !{python} -m jaxckpt.train {SIZE} {flags}
+assert not _exit_code, "training ended with the error above"
 
 # %% [markdown]
 # ## Did it hold?

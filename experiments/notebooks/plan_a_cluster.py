@@ -27,8 +27,10 @@
 
 # %% [markdown]
 # ## Install
-# From the checkout that this notebook lies in, or from an address that you set. It takes
-# the JAX that is there.
+# From the checkout that this notebook lies in, or from an address that you set; it takes
+# the JAX that is there. On Colab bring a checkout first: clone it in a cell before this
+# one, `!git clone https://...`, or upload a zip of it (the folder icon at the left) and
+# unpack it, `!unzip -q jaxckpt.zip`. Or set `ADDRESS`, as in `git+https://...`.
 
 # %%
 ADDRESS = ""  # what pip installs jaxckpt from; it has no public address yet
@@ -95,6 +97,7 @@ from IPython.display import Image
 folder = tempfile.mkdtemp(prefix="jaxckpt-")
 files = f"--json={folder}/report.json --timeline={folder}/timeline.png"
 # !{python} -m jaxckpt.report {SIZE} --target={TARGET} --policies {COMPARED} {files}
+assert not _exit_code, "the report ended with the error above"
 
 # %% [markdown]
 # What is live when in the step, as compiled: without checkpointing memory piles up until
@@ -117,6 +120,7 @@ totals = {row["policy"]: row["device_total_bytes"] for row in rows}
 budget = f"{(totals['none'] + totals['full']) / 2 / 2**20:.0f}MiB"
 files = f"--out={folder}/plan.json --frontier={folder}/frontier.png"
 # !{python} -m jaxckpt.plan {SIZE} --target={TARGET} --memory-budget={budget} {files}
+assert not _exit_code, "the planner ended with the error above"
 Image(f"{folder}/frontier.png", width=640)
 
 # %% [markdown]

@@ -17,7 +17,7 @@
 # A training step keeps activations from its forward pass for its backward pass.
 # Checkpointing keeps fewer of them and computes the rest again. This notebook trains a
 # small transformer that way and shows what it saved and what it cost. It runs on a GPU
-# or a CPU, in about three minutes.
+# or a CPU; 2 CPU cores train for about four minutes and compile for two more.
 #
 # Figures are labeled by where they come from: **compiled** (XLA's own bytes for the
 # program), **counted** (in the program), **measured** (by a clock here) or **estimated**
@@ -28,8 +28,10 @@
 
 # %% [markdown]
 # ## Install
-# From the checkout that this notebook lies in, or from an address that you set. It takes
-# the JAX that is there.
+# From the checkout that this notebook lies in, or from an address that you set; it takes
+# the JAX that is there. On Colab bring a checkout first: clone it in a cell before this
+# one, `!git clone https://...`, or upload a zip of it (the folder icon at the left) and
+# unpack it, `!unzip -q jaxckpt.zip`. Or set `ADDRESS`, as in `git+https://...`.
 
 # %%
 ADDRESS = ""  # what pip installs jaxckpt from; it has no public address yet
@@ -71,6 +73,7 @@ import tempfile
 
 run = tempfile.mkdtemp(prefix="jaxckpt-")
 # !{python} -m jaxckpt.train {SIZE} --policy={POLICY} --steps={STEPS} --workdir={run}
+assert not _exit_code, "training ended with the error above"
 
 # %% [markdown]
 # ## Look
@@ -105,6 +108,7 @@ plt.show()
 # %%
 flags = f"--policy=full --steps={STEPS + STEPS // 2} --workdir={run} --resume"
 # !{python} -m jaxckpt.train {SIZE} {flags}
+assert not _exit_code, "training ended with the error above"
 
 # %% [markdown]
 # ## Which policy?
@@ -114,6 +118,7 @@ flags = f"--policy=full --steps={STEPS + STEPS // 2} --workdir={run} --resume"
 # %%
 picture = f"{run}/policies.png"
 # !{python} -m jaxckpt.report {SIZE} --policies {COMPARED} --plot={picture}
+assert not _exit_code, "the report ended with the error above"
 Image(picture, width=640)
 
 # %% [markdown]
