@@ -40,7 +40,7 @@ def folder(options: argparse.Namespace) -> Path:
     Ends the process, with exit code 2, where a picture cannot be drawn later.
     """
     if not importlib.util.find_spec("matplotlib"):
-        fail(_program(), "needs matplotlib: pip install 'jaxckpt[plot]'", code=2)
+        fail(_program(), "needs matplotlib: pip install -e '.[plot]'", code=2)
     out = options.out or (RESULTS / "fast" if options.fast else RESULTS)
     out.mkdir(parents=True, exist_ok=True)
     return out

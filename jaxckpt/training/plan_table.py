@@ -44,7 +44,9 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     cost, bound = found.best.proposal.cost, found.lower_bound
     if cost <= planned.problem.stack.cheapest * (1 + 1e-9):
         console.print("Nothing is left to gain by more memory.", style="bold")
-    elif bound:
+    elif cost > 10 * bound:
+        console.print("No useful lower bound is known for this budget.")
+    else:
         console.print(
             f"At most {cost / bound - 1:.1%} above the lower bound of any plan "
             f"within this budget (estimated{_rates(planned)})."

@@ -22,11 +22,12 @@ from jaxckpt.planner.search import (
     Candidate,
     Found,
     PlanError,
+    Proposal,
     check_static,
     search,
 )
-from jaxckpt.planner.solve import Infeasible, Link, Operation, evaluate
-from jaxckpt.policies import parse_policy
+from jaxckpt.planner.solve import Choice, Infeasible, Link, Operation, evaluate
+from jaxckpt.policies import FULL, Policy, parse_policy
 from jaxckpt.training.config import AUTO, SELECTIVE, TrainConfig
 from jaxckpt.training.job import Job, ask, run_job
 from jaxckpt.training.mesh_sizes import resolve_mesh
@@ -249,9 +250,13 @@ def _adopt(
     if not better:
         return found
     row = min(better, key=lambda one: one["recompute_fraction"])
-    flops = row["flops"]["recompute"] * problem.num_devices
-    proposal = dataclasses.replace(
-        found.best.proposal, layer_plan=row["applied"], flops=flops
+    stack, choice = problem.stack, _choice(problem.stack, parse_policy(row["policy"]))
+    runs = stack.num_layers * stack.iterations
+    proposal = Proposal(
+        layer_plan=row["applied"],
+        memory=row["device_total_bytes"] - stack.fixed_bytes,
+        cost=runs * choice.cost if choice else 0.0,
+        flops=row["flops"]["recompute"] * problem.num_devices,
     )
     adopted = Candidate(proposal, row["device_total_bytes"], row)
     return dataclasses.replace(found, best=adopted)
@@ -303,6 +308,20 @@ def _forward_seconds(row: dict[str, Any], problem: Problem) -> float:
     return phases["forward"] / (problem.stack.num_layers * problem.stack.iterations)
 
 
+def _choice(stack: LayerStack, policy: Policy) -> Choice | None:
+    """What a layer keeps under a named policy by the model, if it can say."""
+    if policy.offload or policy.rule not in ("names", "dots_saveable", FULL.rule):
+        return None
+    names = set(policy.save)
+    if policy.rule == "dots_saveable":
+        names = {
+            one.name
+            for one in stack.operations
+            if one.name and any(stack.operations[read].flops for read in one.reads)
+        }
+    return evaluate(stack.operations, names)
+
+
 def best_named(
     problem: Problem, config: TrainConfig, found: Found, budget: int
 ) -> list[str]:
@@ -315,19 +334,12 @@ def best_named(
     stack, best = problem.stack, found.best.proposal
     allowed = max(best.memory, min(one.proposal.memory for one in found.tried))
     allowed = max(allowed, budget - stack.fixed_bytes)
-    matmuls = {
-        one.name
-        for one in stack.operations
-        if one.name and any(stack.operations[read].flops for read in one.reads)
-    }
     promising: list[tuple[bool, float, str]] = []
     for text in default_policies(config):
         policy = parse_policy(text)
-        keeps_matmuls = policy.rule == "dots_saveable"
-        if policy.offload or (policy.rule != "names" and not keeps_matmuls):
+        choice = _choice(stack, policy)
+        if choice is None or policy == FULL:  # which is compiled anyway
             continue
-        names = matmuls if keeps_matmuls else policy.save
-        choice = evaluate(stack.operations, names)
         runs = stack.num_layers * stack.iterations
         memory = runs * stack.input_bytes + choice.memory(runs)
         if memory <= allowed:
