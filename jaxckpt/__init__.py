@@ -1,13 +1,16 @@
 """jaxckpt: activation checkpointing for JAX and Flax.
 
 Choose what a training step keeps, recomputes or offloads between forward and
-backward, apply it, and prove it with the compiler's own numbers.
+backward, apply it, and see it in the compiler's own numbers.
 
-* `remat` checkpoints one block, a function or a Linen module, under a policy.
+* `remat` checkpoints one block under a policy: a function, or a module of Linen, NNX,
+  Equinox or Haiku.
 * `stack` runs a stack of layers under a layer plan; `Stack` does it for Linen.
 * `parse_policy`, `parse_layers`, `layer_plan` read the policy language.
 * `list_names` shows what a policy can speak of inside a function.
-* `plan` finds the cheapest plan within a budget in bytes, for any function.
+* `plan` plans what any function keeps, within a budget in bytes.
+* `jaxckpt.testing` has assertions for a test suite, `jaxckpt.monitor` watches what
+  recomputation costs in a loop of your own.
 
 Names are imported when first used, so that command lines answer without JAX.
 """

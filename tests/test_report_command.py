@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from jaxckpt import command_line
-from jaxckpt.compiler.targets import KINDS, TargetError, check_installed
 from jaxckpt.training import reporting
 from jaxckpt.training.config import TrainConfig
 from jaxckpt.training.job import Job, run_job
@@ -478,45 +477,3 @@ def test_what_only_the_devices_know_is_one_line_too(tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "--mesh=fsdp:64 needs 64 devices and there are " in line
-
-
-# ---------------------------------------------------------------- absent GPUs
-
-
-@pytest.fixture
-def gpu_compiler():
-    try:
-        check_installed()
-    except TargetError as error:
-        pytest.skip(f"jax_plugins.xla_cuda13 is not importable: {error}")
-
-
-@pytest.mark.slow
-def test_a_gpu_that_the_installed_cuda_no_longer_knows(gpu_compiler, tmp_path):
-    text = KINDS["t4"].config_text().replace("minor: 5", "minor: 0")
-    (tmp_path / "v100.textproto").write_text(text)
-    done = command(*SMALL, "--target=v100.textproto:1", *POLICIES, cwd=tmp_path)
-    (line,) = done.stderr.splitlines()
-    if done.returncode == 1:  # on jax 0.12 the compiler itself crashes
-        assert "no program compiled" in line and "ended with code" in done.stdout
-        return
-    assert done.returncode == 2
-    told = "the installed CUDA cannot compile for v100.textproto:1, compute capability "
-    assert line.endswith(told + "7.0")
-
-
-@pytest.mark.slow
-def test_a_gpu_that_is_not_there(gpu_compiler, tmp_path):
-    done = command(
-        *SMALL, "--compute-dtype=bfloat16", "--target=t4:2", *POLICIES,
-        "--json=t4.json", cwd=tmp_path,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "XLA attention: compute capability 7.5 is below 8.0" in done.stdout
-    assert "Standard training fits: none uses 0% of 14.75 GiB" in done.stdout
-    report = report_of(tmp_path, "t4.json")
-    assert report["mesh"] == "fsdp:2"
-    none, full = report["rows"]
-    assert none["fits"] and full["fits"] and none["temp_bytes"] > full["temp_bytes"]
-    assert none["estimated_step_seconds"] > 0
-    assert none["collective_bytes"]["forward"] > 0
