@@ -96,7 +96,7 @@ def test_what_is_not_installed_is_said_at_the_start(monkeypatch, tmp_path, capsy
     with pytest.raises(SystemExit) as left:
         depth.main()
     assert left.value.code == 2
-    said = "experiments.depth: error: needs matplotlib: pip install 'jaxckpt[plot]'\n"
+    said = "experiments.depth: error: needs matplotlib: pip install -e '.[plot]'\n"
     assert capsys.readouterr().err == said
 
 
