@@ -24,7 +24,14 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.common import CACHE, check_compiler, folder, options_of, write
+from experiments.common import (
+    CACHE,
+    check_compiler,
+    finish,
+    folder,
+    options_of,
+    write,
+)
 from jaxckpt import pictures
 from jaxckpt.models.presets import model_config
 from jaxckpt.training.collective_table import collective_table, total_sent
@@ -37,6 +44,11 @@ MODEL = "llama-7b"
 FULL = "nothing_saveable"
 INNER = "query_proj,key_proj,value_proj,context,out_proj,mlpwi_0,mlpwi_1"
 ON_TENSOR = (FULL, "save:out_proj", f"save:{INNER}", "deepspeed:partition")
+# What each, kept after its collective, need not send a second time.
+SPARED = {
+    "save:gathered_weights": ("all-gather",),
+    "save:out_proj": ("all-reduce", "reduce-scatter"),
+}
 # Mesh, sequence parallelism, policies; full remat first, the reference.
 CASES = (
     (
@@ -90,6 +102,22 @@ def summary(row: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def findings(where: str, rows: list[dict[str, Any]]) -> list[str]:
+    """What is kept after its collective and sent a second time all the same."""
+    again = [
+        f"{where}, {row['policy']}: {kind} in recompute"
+        for row in rows
+        for kind in SPARED.get(row["policy"], ())
+        if row["collective_bytes"]["recompute"].get(kind)
+    ]
+    nothing = [
+        f"{where}, {row['policy']} spares nothing"
+        for row in rows
+        if row["policy"] in SPARED and row["spared_bytes"] <= 0
+    ]
+    return again + nothing
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """What is sent under each policy, phase by phase."""
     figure = pictures.new_figure(8, 1.2 + 1.9 * len(result["meshes"]))
@@ -132,7 +160,7 @@ def main() -> None:
     check_compiler(options.target)
     options.layers = 2 if options.fast else options.layers
     console = Console(width=110)
-    results = []
+    results, wrong = [], []
     for mesh, sequence, policies in CASES[:1] if options.fast else CASES:
         rows = measure(mesh, sequence, policies, options)
         where = f"{mesh}, sequence parallel" if sequence else mesh
@@ -148,11 +176,13 @@ def main() -> None:
                 f"{one['policy']}: spares {_signed(one['spared_bytes'])} sent for "
                 f"{_signed(one['more_temp_bytes'])} of temporary memory"
             )
+        wrong += findings(where, summaries)
         results.append({"mesh": mesh, "sequence_parallel": sequence, "rows": summaries})
     facts = {"model": MODEL, "layers": options.layers, "target": options.target}
     result = {**facts, "meshes": results}
     write(out / "collectives.json", result)
     draw(result, out / "collectives.png")
+    finish(wrong)
 
 
 def _signed(nbytes: int) -> str:

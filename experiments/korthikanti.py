@@ -39,7 +39,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from experiments.common import check_compiler, folder, options_of, write
+from experiments.common import check_compiler, finish, folder, options_of, write
 from experiments.korthikanti_block import (
     MODELS,
     PARALLEL,
@@ -203,12 +203,12 @@ def print_first_stages(rows: list[dict[str, Any]]) -> None:
     }
     for row in rows:
         baseline = compiled.get((row["model"], "TP"))
-        share = row["first_stage_compiled"] / baseline if baseline else math.nan
+        share = f"{row['first_stage_compiled'] / baseline:.1%}" if baseline else ""
         sizes = "".join(
             f"{row[f'first_stage_{kind}'] / 2**30:10.2f}"
             for kind in ("paper", "compiled")
         )
-        print(f"{row['model']:5}{row['configuration']:13}{sizes}{share:10.1%}")
+        print(f"{row['model']:5}{row['configuration']:13}{sizes}{share:>10}")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -293,8 +293,8 @@ def main() -> None:
         if row["configuration"] != "naive"
         and (row["differences"] or (is_off(row) and not row["stack_copies"]))
     ]
-    if unexplained:
-        raise SystemExit(f"{len(unexplained)} rows are off, and no tensor says why")
+    names = [f"{row['model']} {row['configuration']}" for row in unexplained]
+    finish([f"{name} is off, and no tensor says why" for name in names])
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ from experiments import all as every
 from experiments import (
     budgets,
     claims,
+    collectives,
     common,
     depth,
     korthikanti,
     peers,
     same_training,
+    shares,
     thousand_gpus,
 )
 from jaxckpt import pictures
@@ -266,3 +268,26 @@ def test_plans_that_do_not_fit_are_found():
         "a took 1000 seconds"
     ]
     assert thousand_gpus.findings({"a": {**plan, "device_total_bytes": 2**40}})
+
+
+def test_a_collective_that_is_sent_again_is_noticed():
+    result = json.loads((FOLDER / "results" / "collectives.json").read_text())
+    for mesh in result["meshes"]:
+        assert collectives.findings(mesh["mesh"], mesh["rows"]) == []
+    rows = result["meshes"][0]["rows"]
+    (kept,) = (row for row in rows if row["policy"] == "save:gathered_weights")
+    kept["collective_bytes"]["recompute"]["all-gather"] = 1
+    kept["spared_bytes"] = 0
+    assert collectives.findings("fsdp:8", rows) == [
+        "fsdp:8, save:gathered_weights: all-gather in recompute",
+        "fsdp:8, save:gathered_weights spares nothing",
+    ]
+
+
+def test_shares_that_are_apart_are_noticed():
+    row = {"policy": "full", "overhead_share_of_step": 0.1, "saving_share_of_step": 0.1}
+    result = {"model": "tiny", "policies": [{**row, "profile_share_of_step": 0.15}]}
+    assert shares.findings(result, points=6) == []
+    assert shares.findings(result, points=3) == [
+        "tiny, full: the profile is -5.0 points off"
+    ]
