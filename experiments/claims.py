@@ -2,7 +2,7 @@
 
     python -m experiments.claims
 
-Takes about 12 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: 4,
+Takes about 12 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: 1.5,
 on smaller models). Programs are compiled for absent H100s of 80 GB, each once; what is
 recomputed is counted in them, a step's time is estimated, the speed of light.
 Each saying gets a verdict: held, partly or not, with its numbers.

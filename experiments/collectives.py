@@ -2,8 +2,8 @@
 
     python -m experiments.collectives
 
-Takes about 5 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: 1, two
-layers, no --layers). Full remat runs
+Takes about 3 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: 20
+seconds, two layers, no --layers). Full remat runs
 a layer's collectives again in the backward pass. A plan can keep what comes after them:
 ``out_proj`` after its all-reduce or reduce-scatter on a tensor axis (``mlpwo``'s is not
 repeated: nothing in its layer needs it), ``gathered_weights`` after the all-gather on

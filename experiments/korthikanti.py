@@ -2,8 +2,8 @@
 
     python -m experiments.korthikanti
 
-Takes about 15 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: 2, two
-configurations of 22B). A GPT block
+Takes about 15 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: half a
+minute, two configurations of 22B). A GPT block
 is written as in "Reducing Activation Recomputation in Large Transformer Models" (arXiv
 2205.05198), `experiments.korthikanti_block`. For the paper's four models, on absent
 H100s, each configuration of its table 2 is

@@ -2,7 +2,7 @@
 
     python -m experiments.overhead
 
-Takes about 4 minutes on 2 CPU cores (--fast: 1, a fifth of the rounds). One
+Takes about 2 minutes on 2 CPU cores (--fast: 1, a fifth of the rounds). One
 training step of a small Llama (forward, backward, AdamW) is written twice: here by
 hand on plain arrays, and by `jaxckpt.training.step`. Both take the same weights and
 batches and reach the same loss. Steps of the two alternate in one process; the figure

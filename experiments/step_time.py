@@ -2,7 +2,7 @@
 
     python -m experiments.step_time
 
-Takes about 4 minutes on 2 CPU cores (--fast: 2, fewer steps). Runs the `bench` command
+Takes about 1 minute on 2 CPU cores (--fast: half of it, fewer steps). Runs the `bench` command
 on attached devices: each policy in a process of its own, steps in turns, the median and
 quartiles of their times; memory as compiled. On a CPU times are a CPU's: they say that
 the bench works, not what a GPU would take. GPU: not measured, no GPU was to be had;

@@ -2,11 +2,11 @@
 
     python -m experiments.thousand_gpus
 
-Takes about 6 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: 1, four
-layers of llama-7b on 16 GPUs). Runs the `plan` command for 128 hosts of 8 absent H100s:
-llama3-70b on data:16,fsdp:8,tensor:8, and gpt3-175b in a pipeline of 8 stages with
-tensor:16. Bytes per device are compiled; seconds and the largest process's memory are
-of this machine.
+Takes about 6 minutes on 2 CPU cores and needs the `gpu-compiler` extra (--fast: half a
+minute, four layers of llama-7b on 16 GPUs). Runs the `plan` command for 128 hosts of 8
+absent H100s: llama3-70b on data:16,fsdp:8,tensor:8, and gpt3-175b in a pipeline of 8
+stages with tensor:16. Bytes per device are compiled; seconds and the largest process's
+memory are of this machine.
 
 Expected: both plans are below the H100's memory, in less than 10 minutes and 16 GiB of
 this machine's memory.
