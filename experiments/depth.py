@@ -2,12 +2,13 @@
 
     python -m experiments.depth
 
-Takes about 5 minutes on 2 CPU cores (--fast: 15 seconds). The gradient of a stack of equal
-layers, ``x + tanh(x @ w1) @ w2``, is compiled for the CPU at 4 to 256 layers under no
-checkpointing, per-layer checkpointing, ``sqrt``, ``revolve:4`` and the planner (given
-what ``sqrt`` takes). Temporary memory is compiled, recomputed layers are counted.
-Formulas beside them, in layer inputs x, less a constant of each policy, the working
-memory of a layer, which is fitted at 4 layers (7 x for none, 10 x for full and sqrt):
+Takes about 5 minutes on 2 CPU cores (--fast: 15 seconds). The gradient of a stack of
+equal layers, ``x + tanh(x @ w1) @ w2``, is compiled for the CPU at 4 to 256 layers
+under no checkpointing, per-layer checkpointing, ``sqrt``, ``revolve:4`` and the planner
+(given what ``sqrt`` takes). Temporary memory is compiled, recomputed layers are
+counted. Formulas beside them, in layer inputs x, less a constant of each policy, the
+working memory of a layer, which is fitted at 4 layers (7 x for none, 10 x for full and
+sqrt):
 
     none       L (x + 2 hidden)       tanh keeps y and 1 - y; no layer again
     full       L x                    L layers again, without their last matmul

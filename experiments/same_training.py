@@ -2,8 +2,8 @@
 
     python -m experiments.same_training
 
-Takes about 4 minutes on 2 CPU cores (--fast: half a minute). The shipped model `tiny`, with
-dropout, trains on real text (the source of Python's standard library) for 60 steps
+Takes about 4 minutes on 2 CPU cores (--fast: half a minute). The shipped model `tiny`,
+with dropout, trains on real text (the source of Python's standard library) for 60 steps
 under each of 12 policies: the same initial weights, batches and dropout masks, float32,
 compiled as `train` compiles. Every policy's loss is set beside that of ``none`` at
 every step.

@@ -2,11 +2,11 @@
 
     python -m experiments.step_time
 
-Takes about 1 minute on 2 CPU cores (--fast: half of it, fewer steps). Runs the `bench` command
-on attached devices: each policy in a process of its own, steps in turns, the median and
-quartiles of their times; memory as compiled. On a CPU times are a CPU's: they say that
-the bench works, not what a GPU would take. GPU: not measured, no GPU was to be had;
-`python -m experiments.gpu_check` measures one.
+Takes about 1 minute on 2 CPU cores (--fast: half of it, fewer steps). Runs the `bench`
+command on attached devices: each policy in a process of its own, steps in turns, the
+median and quartiles of their times; memory as compiled. On a CPU times are a CPU's:
+they say that the bench works, not what a GPU would take. GPU: not measured, no GPU was
+to be had; `python -m experiments.gpu_check` measures one.
 
 Expected: every policy is measured, takes less memory than `none`, and `full` at most
 1.4 times its time (its recomputed FLOPs are a quarter).
