@@ -50,10 +50,11 @@ def frontier(
         if budget < found[-1].memory(copies):  # else the last optimum fits here, too
             found.append(program.solve(float(budget)))
     falls = sorted(itertools.pairwise(found), key=lambda two: two[0].cost - two[1].cost)
+    below = (highest - program.least) / steps / 16  # to a byte less HiGHS takes minutes
     for cheap, _ in falls[:_STEEPEST]:
-        below = cheap.memory(copies) - 1
-        if below >= program.least:
-            found.append(program.solve(below))
+        budget = cheap.memory(copies) - below
+        if budget >= program.least:
+            found.append(program.solve(budget))
     return pareto(found, copies)
 
 
