@@ -170,6 +170,7 @@ def test_what_is_off_is_found(shallow):
     for row in rows:
         row["inputs"] *= 1.3 if row["policy"] == "sqrt" else 1
     plan = {"layers": 16, "budget": 10, "planned_total": 11}
+    plan |= {"recomputed_layers": 25, "sqrt_recomputed_layers": 24}
     groups = [{"group": 8, "inputs": 20}, {"group": 4, "inputs": 15}]
     shrinking = shallow["shrinking"][:1]
     wrong = {"depths": rows, "plans": [plan], "groups": groups, "shrinking": shrinking}
@@ -177,6 +178,7 @@ def test_what_is_off_is_found(shallow):
     assert found[0].startswith("sqrt at 16 layers takes ")
     assert found[1:] == [
         "the plan of 16 layers is over its budget",
+        "the plan of 16 layers recomputes more than sqrt",
         "sqrt is not the best group size",
         "sqrt does not stop paying",
     ]
