@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxckpt.command_line import fail
 from jaxckpt.compiler.targets import TargetError, check_installed, parse_target
+from jaxckpt.extras import install
 
 RESULTS = Path(__file__).parent / "results"
 CACHE = Path("runs/experiments-cache")  # of compiled rows, by content
@@ -40,7 +41,7 @@ def folder(options: argparse.Namespace) -> Path:
     Ends the process, with exit code 2, where a picture cannot be drawn later.
     """
     if not importlib.util.find_spec("matplotlib"):
-        fail(_program(), "needs matplotlib: pip install -e '.[plot]'", code=2)
+        fail(_program(), f"needs matplotlib: {install('plot')}", code=2)
     out = options.out or (RESULTS / "fast" if options.fast else RESULTS)
     out.mkdir(parents=True, exist_ok=True)
     return out
@@ -75,8 +76,8 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
     Versions that the result names already are added to ours.
     """
-    known = versions() | result.get("versions", {})
-    found = {"versions": known} | result | {"versions": known}
+    found = {"versions": {}, **result}
+    found["versions"] = versions() | found["versions"]
     path.write_text(json.dumps(found, indent=2) + "\n")
 
 

@@ -24,6 +24,7 @@ from experiments import (
 )
 from jaxckpt import pictures
 from jaxckpt.compiler.targets import TargetError
+from jaxckpt.extras import install
 
 FOLDER = Path(experiments.__path__[0])
 NAMES = every.EXPERIMENTS
@@ -98,7 +99,7 @@ def test_what_is_not_installed_is_said_at_the_start(monkeypatch, tmp_path, capsy
     with pytest.raises(SystemExit) as left:
         depth.main()
     assert left.value.code == 2
-    said = "experiments.depth: error: needs matplotlib: pip install -e '.[plot]'\n"
+    said = f"experiments.depth: error: needs matplotlib: {install('plot')}\n"
     assert capsys.readouterr().err == said
 
 

@@ -2,11 +2,8 @@
 
 A matmul's FLOP against a byte that an element-wise operation writes decides what is
 cheaper to run again. On a GPU both take long. XLA:CPU fuses element-wise operations
-into what is around them, and keeping their results instead gained nothing where it was
-measured: a stack of 12 attention layers took 18 ms with the results of all matmuls
-kept, and 22 ms with those of the softmax besides; one of 12 gated layers 13.0 and
-13.6 ms. So here matmuls decide, and element-wise operations break ties: a plan for a
-CPU is the one of fewest FLOPs.
+into what is around them, so here matmuls decide, and element-wise operations break
+ties: a plan for a CPU is the one of fewest FLOPs.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save, wrap
+from jaxckpt.pictures import COLORS, LIMIT_COLOR, byte_unit, new_figure, save, wrap
 from jaxckpt.training.report_table import _TIGHT
 from jaxckpt.units import format_bytes
 
@@ -93,7 +93,7 @@ def _digits(milliseconds: float) -> str:
 def _unit(rows: list[dict[str, Any]]) -> tuple[int, str]:
     """What a memory is shown in: its bytes and its name."""
     sizes = [row.get(name) or 0 for row in rows for name in _MEMORY]
-    return (2**30, "GiB") if max(sizes) >= 2**30 else (2**20, "MiB")
+    return byte_unit(max(sizes))
 
 
 _MEMORY = ("device_total_bytes", "peak_bytes_in_use")

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxckpt.pictures import COLORS, LIMIT_COLOR, new_figure, save, shorten
+from jaxckpt.pictures import COLORS, LIMIT_COLOR, byte_unit, new_figure, save, shorten
 from jaxckpt.planner.frontier import hull
 from jaxckpt.planner.solve import evaluate
 from jaxckpt.policies import parse_policy
@@ -207,9 +207,7 @@ def draw_frontier(planned: PlannedRun, path: Path) -> None:
     on the way, the named policies, and the budget."""
     stack, found = planned.problem.stack, planned.found
     shift = found.best.compiled_bytes - found.best.proposal.memory
-    unit, size = (
-        ("GiB", 2**30) if planned.plan.budget_bytes >= 2**30 else ("MiB", 2**20)
-    )
+    size, unit = byte_unit(planned.plan.budget_bytes)
     points = hull([(one.memory, one.cost) for one in map(stack.uniform, stack.choices)])
     figure = new_figure(8, 5.6)
     axes = figure.subplots()
